@@ -27,6 +27,8 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 # Engines small enough to run in the tests and the demo.
 # The last Transformers for Python 3.10 measures a CPU's memory with psutil, and has none without it.
 ENGINES := transformers 'psutil; python_version < "3.11"'
+# The engine of examples/canary-mini-infer, without what only its server needs.
+MINI_INFER := 'mini-infer==0.2.5; python_version >= "3.11"'
 STAMP := $(VENV)/.stamp
 STAMP_SGLANG := $(VENV_SGLANG)/.stamp-$(SGLANG)
 STAMP_VLLM := $(VENV_VLLM)/.stamp-$(VLLM)
@@ -112,6 +114,7 @@ $(STAMP): pyproject.toml constraints-dev.txt $(addsuffix /pyproject.toml,$(PLUGI
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[dev]' $(addprefix --editable ./,$(PLUGINS)) $(ENGINES)
+	$(PIP) --no-deps $(MINI_INFER)
 	touch $@
 
 $(STAMP_SGLANG): pyproject.toml plugins/canary-sglang/pyproject.toml $(wildcard plugins/canary-sglang/tests/cpu/*)

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 from support import pytest_runs
+from support.code_lines import code_lines
 from support.distributions import installed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DISTRIBUTIONS = ["canary-findings-file", "canary-toy"]
+THIRD_PARTY = ["canary-mini-infer"]
+"""Plugins for engines from the package index: `make test` runs their tests, once."""
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -60,10 +63,17 @@ def test_the_reporter_hears_of_findings_through_its_entry_point(tmp_path):
     assert "bob" in {line.get("stored_request") for line in lines}
 
 
+def test_a_third_party_engine_takes_200_lines():
+    """The plugin of mini-infer has at most so many lines of code, without blank lines, comments and docstrings."""
+    sources = EXAMPLES / "canary-mini-infer" / "src" / "canary_mini_infer"
+    files = [sources / f"{name}.py" for name in ("pool", "batch", "hooks", "plugin")]
+    assert sum(len(code_lines(file.read_text())) for file in files) <= 200
+
+
 def test_every_example_is_tested_and_listed():
     """An example cannot be forgotten here, nor in the list of examples."""
     found = {p.name for p in EXAMPLES.iterdir() if p.suffix == ".py" or p.is_dir()}
     # The bundle is explained in tests/explain, the files of a deployment are validated in tests/test_deploy.py.
-    assert found == {"own_pool.py", "guard_transformers.py", "incident", "deploy", *DISTRIBUTIONS}
+    assert found == {"own_pool.py", "guard_transformers.py", "incident", "deploy", *DISTRIBUTIONS, *THIRD_PARTY}
     listed = EXAMPLES.joinpath("README.md").read_text()
     assert [name for name in found if f"({name}" not in listed] == []

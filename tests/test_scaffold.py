@@ -1,14 +1,11 @@
 """``canary new-plugin``: what is written, what is refused, and that it works as written."""
 
-import ast
-import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tokenize
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from support import pytest_runs
+from support.code_lines import code_lines
 from support.distributions import installed
 from typer.testing import CliRunner
 
@@ -79,17 +77,6 @@ def test_the_toy_plugin_takes_145_lines():
     comments and docstrings."""
     files = [EXAMPLE / "src" / "canary_toy" / f"{name}.py" for name in ("pool", "batch", "hooks", "plugin")]
     assert sum(len(code_lines(file.read_text())) for file in files) <= 145
-
-
-def code_lines(source: str) -> set[int]:
-    """Numbers of the lines with code on them."""
-    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    code = {line for t in tokens if t.type not in layout for line in range(t.start[0], t.end[0] + 1)}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            code -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return code
 
 
 def test_the_guide_shows_what_is_printed(tmp_path, monkeypatch):

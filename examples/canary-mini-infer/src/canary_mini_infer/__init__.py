@@ -1,0 +1,1 @@
+"""Canary for mini-infer: guards its paged KV pool."""
