@@ -25,7 +25,22 @@ class TestLlama(PluginConformance):
     plugin = plugin
     layers, halves = 2, ("k", "v")
     abilities = frozenset(
-        {"slot_mapping", "lifetime", "prefix_cache", "park", "evict", "preempt", "raise", "uninstall"}
+        {
+            "slot_mapping",
+            "lifetime",
+            "prefix_cache",
+            "park",
+            "evict",
+            "preempt",
+            "raise",
+            "uninstall",
+            "token_ids",
+            "positions",
+            "lengths",
+            "tables",
+            "names",
+            "identities",
+        }
     )
     engine_package = "vllm.v1"
     longest_prompt = 100

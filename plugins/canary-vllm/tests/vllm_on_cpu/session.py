@@ -1,7 +1,8 @@
 """`VLLMSession`: a small vLLM for the conformance suite, driven and broken through nothing but vLLM itself."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ class VLLMSession(EngineSession):
     def __init__(self, engine: SmallEngine) -> None:
         self.engine = engine
         self._blocks: dict[str, list[int]] = {}
+        self._hasher = engine.core.request_block_hasher
+        self._identities: list[str] = []
         engine.renew()
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
@@ -54,6 +57,57 @@ class VLLMSession(EngineSession):
 
         tables.compute_slot_mapping = wrong
 
+    def misfeed(self, request: str) -> None:
+        """The bug of a token that is another's, in the buffer of the forward."""
+
+        def wrong(row: int, new: slice) -> None:
+            self.engine.runner.input_ids.gpu[new.stop - 1] ^= 1
+
+        self._before_forward(request, wrong)
+
+    def shift_positions(self, request: str) -> None:
+        """The bug of positions that count from one."""
+
+        def wrong(row: int, new: slice) -> None:
+            self.engine.runner.positions[new] += 1
+
+        self._before_forward(request, wrong)
+
+    def miscount(self, request: str, tokens: int) -> None:
+        """The bug of a length that the device has wrong."""
+
+        def wrong(row: int, new: slice) -> None:
+            self.engine.runner.seq_lens[row] += tokens
+
+        self._before_forward(request, wrong)
+
+    def misplace_read(self, request: str, position: int, other: str) -> None:
+        """The bug of a block table that has another's block."""
+        size = self.engine.runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+
+        def wrong(row: int, new: slice) -> None:
+            table = self.engine.runner.input_batch.block_table[0].block_table.gpu
+            table[row, position // size] = self.engine.blocks(other)[0][position // size]
+
+        self._before_forward(request, wrong)
+
+    def submit_as(self, identity: str, request: str, tokens: Sequence[int], new_tokens: int) -> None:
+        """Queues a request with a cache salt."""
+        self._identities.append(identity)
+        self.engine.submit(request, tokens, new_tokens, cache_salt=identity)
+
+    def mix_identities(self) -> None:
+        """The bug of a key without the salt: blocks of new requests are keyed as the first one's."""
+
+        def wrong(request: Any) -> Any:
+            salt, request.cache_salt = request.cache_salt, self._identities[0]
+            try:
+                return self._hasher(request)
+            finally:
+                request.cache_salt = salt
+
+        self.engine.core.request_block_hasher = wrong
+
     def release_running(self, request: str) -> None:
         """The bug of a free too many: the last block of a running request goes back to the pool."""
         self.engine.pool.free_blocks([self.engine.pool.blocks[self.engine.blocks(request)[0][-1]]])
@@ -83,6 +137,23 @@ class VLLMSession(EngineSession):
 
     def close(self) -> None:
         """The next session begins with `SmallEngine.renew`."""
+        self.engine.core.request_block_hasher = self._hasher
+
+    def _before_forward(self, request: str, change: Callable[[int, slice], None]) -> None:
+        """``change`` breaks what lies in the runner's buffers for the next forward with the request, given its row and
+        where its new tokens are."""
+        runner = self.engine.runner
+        right = runner._model_forward
+
+        def wrong(*given: Any, **more: Any) -> Any:
+            if request in runner.input_batch.req_ids:
+                del runner._model_forward
+                row = runner.input_batch.req_ids.index(request)
+                begin, end = runner.query_start_loc.cpu[row : row + 2].tolist()
+                change(row, slice(begin, end))
+            return right(*given, **more)
+
+        runner._model_forward = wrong
 
     def _idle(self) -> "object":
         return next(b for b in self.engine.pool.blocks if b.block_hash is not None and b.ref_cnt == 0)
