@@ -67,10 +67,10 @@ class ToySession(EngineSession):
         self.engine.roll_back(self.engine.requests[request], tokens)
 
     def misplace_write(self, request: str) -> None:
-        """The bug of a wrong slot mapping: the request's last new token goes to the slot before its own."""
+        """The bug of a wrong slot mapping: the last new token goes to another slot of its own page."""
 
         def wrong(batch: Batch, row: int, new: slice) -> None:
-            batch.slot_mapping[new.stop - 1] -= 1
+            batch.slot_mapping[new.stop - 1] ^= 1
 
         self._once(request, wrong)
 
