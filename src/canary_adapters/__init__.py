@@ -14,6 +14,7 @@ from canary_adapters.block_replay import BlockLoad, BlockMessage, BlockReplay
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
+from canary_adapters.hash_chain import HashChain
 from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.lmcache import lmcache_storage
@@ -45,6 +46,7 @@ from canary_adapters.sources import (
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
 from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknown_tokens
+from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.ops.upload import upload
 
@@ -63,6 +65,7 @@ __all__ = [
     "BlockReplay",
     "BlockSort",
     "BlockSweep",
+    "BlockVerdict",
     "DraftForwards",
     "EmbeddedRequests",
     "EmbeddingFilter",
@@ -71,6 +74,7 @@ __all__ = [
     "GivenBlocks",
     "GivenLens",
     "GrowingPool",
+    "HashChain",
     "JoinedPools",
     "LayerTensors",
     "Mark",
@@ -87,6 +91,8 @@ __all__ = [
     "RollCall",
     "RowPool",
     "UniformLens",
+    "VerdictPipe",
+    "VerdictPost",
     "WatchedWeights",
     "WeightLoads",
     "WindowPool",

@@ -86,6 +86,9 @@ class BlockReplay:
         self._next: int | None = None
         self._over = False
         self._missing = 0
+        self._hits = canary.config.hit_check
+        if self._hits and canary.config.bytes == "off":
+            self._unchecked("CANARY_BYTES=off: no bytes are known")
 
     def replay(self, message: BlockMessage | None, given: Callable[[], Sequence[Sequence[Sequence[int]]]]) -> None:
         """``message``: None where the scheduler is not followed. ``given``: blocks by group, of each request that got
@@ -115,12 +118,31 @@ class BlockReplay:
         if message.emptied:
             self._canary.ledger.emptied()
         self.blocks.tell(message.events)
+        if self._hits:
+            self._check_hits(message.events)
         if message.swept is not None:
             # All groups have the pool's blocks.
             message.swept.report(self._canary, self._groups[0])
 
+    def _check_hits(self, events: Sequence[BlockEvent]) -> None:
+        """Compares the bytes of all blocks shared by requests of this batch, before attention reads the blocks. Blocks
+        written by the batch itself are left out by their records."""
+        blocks = sorted({block for event in events if event.sort == "share" for block in event.blocks})
+        if blocks:
+            self._canary.count("hit_blocks", len(blocks))
+            numbers = upload(blocks, self._canary.device)
+            for group in self._groups:
+                inside = torch.arange(group.block, device=numbers.device)
+                self._canary.slots.check(group.region, (numbers[:, None] * group.block + inside).flatten())
+
+    def _unchecked(self, reason: str) -> None:
+        self._hits = False
+        self._canary.tell(Event("hits_unchecked", "error", {"reason": reason}))
+
     def _end(self, reason: str) -> None:
         self._over = True
+        if self._hits:
+            self._unchecked(reason)
         regions = [group.region for group in self._groups]
         for region in regions:
             self._canary.slots.end_lifetime(region)

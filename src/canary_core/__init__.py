@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from canary_core.plugins import start_for as start_plugins_for
     from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
     from canary_core.read_table import ReadLens, ReadTable
+    from canary_core.verdict import Verdict
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
@@ -99,6 +100,7 @@ __all__ = [
     "StreamSet",
     "SweepResult",
     "Uncovered",
+    "Verdict",
     "Violation",
     "ViolationError",
     "Watchdog",
@@ -128,6 +130,7 @@ _WHEN_ASKED = {
     "plugins": ("EngineInfo", "HookTarget", "private_hooks", "require_engine"),
     "plugins.hookspecs": ("PROTOCOL", "hookimpl"),
     "read_table": ("ReadLens", "ReadTable"),
+    "verdict": ("Verdict",),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),

@@ -74,8 +74,10 @@ class Event:
     | ledger_blind        | unknown blocks were kept: a difference proves nothing in the region                    |
     | ledger_doubt        | 10 %, and again 50 %, of arrivals can't be judged: the ledger forgot too much          |
     | aborted             | a running request was ended because of a finding: request, kind, region, slot          |
+    | recomputed          | a request is computed again because of a finding: request, kind, region, slot          |
     | quarantined         | the prefix of a finding was evicted from the prefix cache: kind, region, slot, tokens  |
     | quarantine_failed   | nothing could be done about a finding, or can't be in this engine, and why             |
+    | hits_unchecked      | ``CANARY_HIT_CHECK`` is on, and the bytes of prefix hits are not compared, and why       |
     | hooks_left_out      | functions hooked by a plugin are missing or changed: names, and the unguarded part     |
     | tables_left_out     | tables of an attention backend are not compared with the engine's own: names, and why  |
     | lifetime_off        | an engine's allocator can't be followed (any more): frees in the regions are unknown   |

@@ -43,10 +43,14 @@ HUNT: dict[str, Any] = {
     "state_interval": 1,
     "table_interval": 1,
     "store_check": True,
+    "hit_check": True,
     "read_interval": 1,
 }
 """Settings for earlier findings, at a price: reads compared, a busier scrub, sweeps, states every step, stores compared
-layer by layer, counters read after every forward."""
+layer by layer, prefix hits compared, counters read after every forward."""
+
+PROTECT: dict[str, Any] = {"hit_check": True, "read_interval": 1}
+"""Values set by ``on_violation=protect``, unless given: what is shared is compared before, and told at once."""
 
 PROFILES: dict[str, dict[str, Any]] = {
     "watch": {},
@@ -86,7 +90,8 @@ class _ProfileSource(PydanticBaseSettingsSource):
     def _values(self) -> dict[str, Any]:
         given = self.current_state
         profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
-        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {})}
+        acting = PROTECT if given.get("on_violation") == "protect" else {}
+        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {}), **acting}
 
 
 class CanaryConfig(BaseSettings):
@@ -190,10 +195,17 @@ class CanaryConfig(BaseSettings):
         "groups of layers take turns on the same memory, slots are looked at as they are handed out, too, so that a "
         "lost write is found whichever group had them before.",
     )
-    on_violation: Literal["report", "abort", "quarantine"] = Field(
+    hit_check: bool = Field(
+        default=False,
+        description="The bytes of the slots that a prefix hit shares are compared once, when they are shared, where "
+        "the engine's plugin follows hits. On with CANARY_ON_VIOLATION=protect.",
+    )
+    on_violation: Literal["report", "abort", "quarantine", "protect"] = Field(
         default="report",
         description="report: tell, nothing else. abort: end the requests that a finding concerns with a retryable "
-        "error. quarantine: also evict what is corrupted from the prefix cache. Where the engine's plugin can.",
+        "error. quarantine: also evict what is corrupted from the prefix cache. protect: besides, no token computed "
+        "from KV that was found to be wrong is given out: its request is computed again, or ends with a retryable "
+        "error. Where the engine's plugin can.",
     )
     lifetime: bool = Field(
         default=True,

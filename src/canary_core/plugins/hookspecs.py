@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from canary_core.guard.canary import Canary
     from canary_core.incident import Incident
     from canary_core.plugins import EngineInfo, HookTarget
+    from canary_core.verdict import Verdict
     from canary_core.violation import Violation
 
 PROTOCOL = 1
@@ -108,6 +109,13 @@ def canary_dismiss(violation: "Violation") -> str | None:
 @hookspec
 def canary_violation(violation: "Violation") -> None:
     """A finding, not dismissed. Called on the host, some steps after the check."""
+
+
+@hookspec
+def canary_verdict(verdict: "Verdict") -> None:
+    """KV that may not be served, by a finding that was not dismissed: also by one that is repeated, or that the limits
+    of telling leave out, before `canary_violation`. Called on the host, at the end of the step in which the finding was
+    read; never with ``CANARY_ON_VIOLATION=report``."""
 
 
 @hookspec

@@ -8,7 +8,7 @@ from typing import Any
 from canary_adapters import RollCall
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
-from canary_vllm.actions.quarantine import Quarantine
+from canary_vllm.actions.protection import Protection
 from canary_vllm.allocator.recorder import BlockRecorder
 from canary_vllm.compat import runners, targets
 from canary_vllm.session import Session, attach_runner
@@ -26,7 +26,7 @@ class Hooks:
         self._recorders: dict[int, BlockRecorder] = {}
         self._roll_calls: dict[int, RollCall] = {}
         self._running: Session | None = None
-        self._quarantine: Quarantine | None = None
+        self._protection: Protection | None = None
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -69,12 +69,11 @@ class Hooks:
             return
         self._follow(f"{targets.SCHEDULER}.__init__", self._scheduler)
         self._wrap(f"{targets.SCHEDULER}.shutdown", self._scheduler_ends)
-        if config.on_violation == "abort":
-            self._left_out("CANARY_ON_VIOLATION=abort", ["requests are not ended; quarantine computes them again"])
         if config.on_violation != "report":
-            self._quarantine = Quarantine(lambda: [g for session in self.sessions for g in session.groups], self._tell)
-            hook_manager().register(self._quarantine)
+            self._protection = Protection(config, lambda: [g for s in self.sessions for g in s.groups], self._tell)
+            hook_manager().register(self._protection)
             self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
+            self._wrap(f"{targets.SCHEDULER}.update_from_output", self._update)
 
     def _tell(self, event: Event) -> None:
         """With the place of the first guarded engine, as far as there is one."""
@@ -85,9 +84,10 @@ class Hooks:
         """Closes all sessions, and restores vLLM's functions."""
         self._config = None
         self._patches.undo()
-        if self._quarantine is not None:
-            hook_manager().unregister(self._quarantine)
-            self._quarantine = None
+        if self._protection is not None:
+            hook_manager().unregister(self._protection)
+            self._protection.close()
+            self._protection = None
         self._roll_calls.clear()
         while self._recorders:
             self._recorders.popitem()[1].close()
@@ -134,11 +134,13 @@ class Hooks:
             self._without = bool(session is None and runners.groups(runner))
         return result
 
-    def answer(self, worker: Any) -> dict[str, object]:
-        """The worker's word on its guard."""
+    def answer(self, worker: Any, verdicts: str) -> dict[str, object]:
+        """The worker's word on its guard. ``verdicts``: see `workers.question`."""
         session = self._sessions.get(id(getattr(worker, "model_runner", None)))
         refused = "its runner is not guarded: see the coverage or disabled event of that process"
-        return workers.answered(self._config, session, refused if self._without else "")
+        told = workers.answered(self._config, session, refused if self._without else "")
+        heard = self._protection is not None and self._protection.open(verdicts) if verdicts else None
+        return told if heard is None else {**told, "verdicts": heard}
 
     def _started(self, _: Any, core: Any, *args: Any, **kwargs: Any) -> None:
         """All workers of an engine have their KV cache, and there is no scheduler yet."""
@@ -146,7 +148,14 @@ class Hooks:
             return
         with self._sheltered("workers are not asked whether they are guarded"):
             self._roll_calls.pop(id(core.vllm_config), None)
-            self._roll_calls[id(core.vllm_config)] = workers.call(core, self._config)
+            pipe = None if self._protection is None else self._protection.pipe(core.vllm_config)
+            roll_call, deaf = workers.call(core, self._config, "" if pipe is None else pipe.path)
+            self._roll_calls[id(core.vllm_config)] = roll_call
+            if pipe is not None:
+                pipe.opened()
+            if deaf:
+                reason = f"ranks {deaf} can't tell the scheduler's process what they find: they run on other machines"
+                emit(Event("quarantine_failed", "error", {"reason": f"{reason}, or are unguarded", "ranks": deaf}))
 
     def _returned(self, _: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         # After an exception of ours no more are looked at.
@@ -218,26 +227,36 @@ class Hooks:
             return
         try:
             self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
-            if self._quarantine is not None:
-                self._quarantine.joined()
+            if self._protection is not None:
+                self._protection.joined(scheduler)
         except Exception as error:
             self._left_out("blocks of the scheduler are not followed", [f"{type(error).__name__}: {error}"])
 
     def _schedule(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._quarantine is not None and id(scheduler) in self._recorders:
+        self._act(scheduler)
+        return original()
+
+    def _update(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._act(scheduler, kwargs.get("model_runner_output", args[-1] if args else None))
+        outputs = original()
+        if self._protection is not None:
+            self._protection.ended(outputs)
+        return outputs
+
+    def _act(self, scheduler: Any, made: Any = None) -> None:
+        if self._protection is not None and id(scheduler) in self._recorders:
             try:
-                self._quarantine.act(scheduler)
+                self._protection.act(scheduler, made)
             except Exception as error:
                 emit(Event("quarantine_failed", "error", {"reason": f"{type(error).__name__}: {error}"}))
-        return original()
 
     def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._roll_calls.pop(id(scheduler.vllm_config), None)
         recorder = self._recorders.pop(id(scheduler), None)
         if recorder is not None:
             recorder.close()
-            if self._quarantine is not None:
-                self._quarantine.left()
+            if self._protection is not None:
+                self._protection.left(scheduler)
         return original()
 
     def _worker_ends(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,9 +19,10 @@ ATTRIBUTE = "canary_mark"
 """Attribute of vLLM's `ModelRunnerOutput` with a mark, pickled along."""
 
 
-def question() -> Callable[[Any], dict[str, Any]]:
+def question(verdicts: str) -> Callable[[Any], dict[str, Any]]:
     """A function sent to each worker, which returns its answer. Pickled by value, and never raises: vLLM would take the
-    other workers' answers for those to its next question."""
+    other workers' answers for those to its next question. ``verdicts``: path of the scheduler's `VerdictPipe`, empty
+    for none."""
 
     def ask(worker: Any) -> dict[str, Any]:
         import os
@@ -30,7 +31,7 @@ def question() -> Callable[[Any], dict[str, Any]]:
         try:
             from canary_vllm.hooks import HOOKS
 
-            return HOOKS.answer(worker)
+            return HOOKS.answer(worker, verdicts)
         except Exception as error:
             missing = f"canary-vllm does not answer there: {type(error).__name__}: {error}"
             return {"host": socket.gethostname(), "process": os.getpid(), "missing": missing}
@@ -46,12 +47,14 @@ def answered(config: CanaryConfig | None, session: Session | None, refused: str)
     return answer(config, VERSION, None if session is None else session.canary, "" if session is not None else refused)
 
 
-def call(core: Any, config: CanaryConfig) -> RollCall:
-    """Asks all workers of the engine ``core``, warm and with KV caches."""
+def call(core: Any, config: CanaryConfig, verdicts: str = "") -> tuple[RollCall, list[int]]:
+    """Asks all workers of the engine ``core``, warm and with KV caches. ``verdicts``: see `question`. Returns the ranks
+    that can't open it, too."""
     executor = core.model_executor
     roll_call = RollCall(config, VERSION, runners.replica(core.vllm_config), ADVICE)
-    roll_call.take(executor.collective_rpc(question()), int(core.vllm_config.parallel_config.world_size))
-    return roll_call
+    answers = executor.collective_rpc(question(verdicts))
+    roll_call.take(answers, int(core.vllm_config.parallel_config.world_size))
+    return roll_call, [rank for rank, given in enumerate(answers) if (given or {}).get("verdicts") is False]
 
 
 def mark(output: Any, word: Mark) -> None:

@@ -75,6 +75,8 @@ class SmallEngine:
             self.llm = LLM(model=models.folder(model, root), **{**OPTIONS, **options})
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.answers: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+        """Why each request ended, in vLLM's word."""
 
     @property
     def scheduler(self) -> Any:
@@ -114,6 +116,7 @@ class SmallEngine:
             hash_block_size=self.pool.hash_block_size,
         )
         self.answers.clear()
+        self.ends.clear()
 
     def runner_requests(self) -> Sequence[str]:
         """Names of the requests that the runner still has."""
@@ -148,6 +151,8 @@ class SmallEngine:
             for one in (outputs or {}).values():
                 for output in one.outputs:
                     self.answers[output.request_id] += list(output.new_token_ids)
+                    if output.finish_reason is not None:
+                        self.ends[output.request_id] = str(output.finish_reason)
             if ran:
                 return True
         return False

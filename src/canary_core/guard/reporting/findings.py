@@ -61,7 +61,10 @@ class Reporter:
         self.witness = canary.witness
         self.read_back = ReadBack(workspace.shared, workspace.proof.tallies)
         self.memory = WrongMemory(workspace)
-        self._known: OrderedDict[int, None] = OrderedDict()
+        self._late = workspace.device.type != "cpu"
+        self._acted_on = self._config.on_violation != "report"
+        # Whether it was told, by its key: neither dismissed nor withheld.
+        self._known: OrderedDict[int, bool] = OrderedDict()
         self.forgotten = 0
         """Findings beyond `REMEMBERED`: a repetition is reported again."""
         ring_rows = workspace.config.ring_rows
@@ -141,6 +144,7 @@ class Reporter:
         self.settle()
         if snapshot.dropped:
             self.dropped.add(number=snapshot.dropped)
+            self._condemn(None)
 
     def settle(self, at_last: bool = False) -> None:
         """Reports memory found to be the wrong one, and the delayed findings that stand. ``at_last``: all delayed
@@ -211,9 +215,13 @@ class Reporter:
             key = _key_of(violation)
             if self._repeats(key):
                 self.incidents.read_again(violation)
+                if self._known[key]:
+                    self._condemn(violation)
                 continue
             if not within:
                 self.limited.add({violation.kind.name.lower(): 1})
+                if self._acted_on and self._dismissal(violation) is None:
+                    self._condemn(violation)
                 continue
             self._remember(key)
             reason = self._dismissal(violation)
@@ -239,7 +247,7 @@ class Reporter:
         PROCESS.spend(self._since - since)
 
     def _decoded(self, rows: Sequence[list[int]]) -> Iterator[tuple[Violation, bool]]:
-        """The findings of ``rows`` that may be reported, with True. Others are not decoded."""
+        """The findings of ``rows``, with whether each may be reported. Others are decoded only to be acted on."""
         counted: dict[int, int] = {}
         for row in rows:
             if row[Row.KIND] == PROBE and not self._swallow(row):
@@ -247,9 +255,10 @@ class Reporter:
             absorbed = self._absorbed(row)
             kind, place = row[Row.KIND], (row[Row.REGION], row[Row.SOURCE])
             whose = row[Row.STORED_WRITER] if row[Row.STEP_WRITTEN] else row[Row.WRITER]
-            if self._firsts.among(kind, place, whose) or PROCESS.left > 0:
+            within = self._firsts.among(kind, place, whose) or PROCESS.left > 0
+            if within or self._acted_on:
                 violation = self.decode(row)
-                yield (replace(violation, detail=ABSORBED) if absorbed else violation), True
+                yield (replace(violation, detail=ABSORBED) if absorbed else violation), within
             elif PROCESS.left < -OWED_S / 2 or not self._repeats(self._row_key(row)):
                 counted[kind] = counted.get(kind, 0) + 1
         if counted:
@@ -294,7 +303,16 @@ class Reporter:
         """``violation`` as every log, event, error, bundle and plugin has it: with tokens only where asked for."""
         return violation if self._config.incident_tokens else violation.redacted()
 
+    def _condemn(self, violation: Violation | None) -> None:
+        """Hands a verdict to plugins that act on findings. None: findings had no room in the ring."""
+        if self._acted_on:
+            from canary_core.guard.reporting import verdicts
+
+            verdicts.tell(self._switch, self._config, violation and self._told(violation), self._late)
+
     def _deliver(self, violation: Violation) -> None:
+        self._known[_key_of(violation)] = True
+        self._condemn(violation)
         violation = self._told(violation)
         self.delivered[violation.kind] += 1
         place = (violation.kind, violation.region)
@@ -416,7 +434,7 @@ class Reporter:
         return False
 
     def _remember(self, key: int) -> None:
-        self._known[key] = None
+        self._known[key] = False
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
             self.forgotten += 1

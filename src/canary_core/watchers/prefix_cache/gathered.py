@@ -50,7 +50,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Verdict:
+class SlotVerdict:
     """Findings about the slots of one region, on the host.
 
     entries: int64 ``[k]``, entries with a finding. kinds: int64 ``[k]``. should_be: int64 ``[k]``, for `Kind.PREFIX`
@@ -66,7 +66,7 @@ class Verdict:
     unknown: int
 
     @classmethod
-    def of(cls, gathered: Gathered, entries: Entries) -> "Verdict":
+    def of(cls, gathered: Gathered, entries: Entries) -> "SlotVerdict":
         """At most one finding an entry, by the rule of the check before a forward."""
         region, count = gathered.state.region, len(entries)
         group = region.tokens_per_slot

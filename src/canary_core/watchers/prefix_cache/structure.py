@@ -8,7 +8,7 @@ from torch import Tensor
 
 from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
-from canary_core.watchers.prefix_cache.gathered import Gathered, Verdict
+from canary_core.watchers.prefix_cache.gathered import Gathered, SlotVerdict
 from canary_core.watchers.prefix_cache.runs import Entries
 
 RULES = {
@@ -44,7 +44,7 @@ class Breach:
             )
 
 
-def breaches(gathered: Gathered, verdict: Verdict, entries: Entries) -> list[Breach]:
+def breaches(gathered: Gathered, verdict: SlotVerdict, entries: Entries) -> list[Breach]:
     """Breaches in a region with a map from the engine's slots: passed windows that still have slots, and cached slots
     that are free."""
     region = gathered.state.region

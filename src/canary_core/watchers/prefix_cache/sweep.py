@@ -15,7 +15,7 @@ from canary_core.ops.state import RegionState
 from canary_core.region import RegionKind
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.violation import Violation
-from canary_core.watchers.prefix_cache.gathered import Gathered, Verdict
+from canary_core.watchers.prefix_cache.gathered import Gathered, SlotVerdict
 from canary_core.watchers.prefix_cache.runs import CachedRun, Entries, FreeList
 from canary_core.watchers.prefix_cache.structure import Breach, breaches, shared_slots
 
@@ -128,7 +128,7 @@ class RecordSweep:
         findings: list[Violation] = []
         verdicts = []
         for gathered in (region.on_host(copies) for region in packet.regions):
-            verdict = Verdict.of(gathered, entries)
+            verdict = SlotVerdict.of(gathered, entries)
             verdicts.append(verdict)
             findings += self._findings(packet, gathered, verdict, entries)
             broken += breaches(gathered, verdict, entries)
@@ -142,7 +142,7 @@ class RecordSweep:
             numbers=numbers,
         )
 
-    def _findings(self, packet: _Packet, gathered: Gathered, verdict: Verdict, entries: Entries) -> list[Violation]:
+    def _findings(self, packet: _Packet, gathered: Gathered, verdict: SlotVerdict, entries: Entries) -> list[Violation]:
         rows = verdict.rows(gathered.state, entries, packet.step, MOST_FINDINGS)
         # Of longer lists only the first findings are decoded.
         return [

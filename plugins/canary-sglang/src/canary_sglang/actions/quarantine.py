@@ -45,7 +45,7 @@ class Quarantine:
         canaries: Callable[[], Iterable[Canary]],
         together: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._evicts = config.on_violation == "quarantine"
+        self._evicts = config.on_violation in ("quarantine", "protect")
         self._rank = config.rank
         self._canaries = canaries
         self._together = together

@@ -1,0 +1,200 @@
+"""`Protection`: acts on verdicts in the scheduler's process, before an output is given out."""
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from canary_adapters import BlockVerdict, HashChain, VerdictPipe, VerdictPost
+from canary_core import CanaryConfig, Event, Patches, Verdict, Writers, hookimpl
+from canary_vllm.pools.pool import Group
+
+MOST_TRIES = 2
+"""How often one request is computed again, before an error ends the request: the fault stays."""
+
+
+class Protection:
+    """Receives verdicts of this process's workers, or of other processes by a `VerdictPipe`, and acts before the
+    scheduler takes the output of the verdicts' own step: no token of that step is given out for a request with such KV.
+    ``groups``: the guarded ones. ``tell``: names the engine in an event, and hands the event to all plugins.
+
+    | ``CANARY_ON_VIOLATION`` | requests that have the block                         | the block                    |
+    |-------------------------|------------------------------------------------------|------------------------------|
+    | abort                   | end with vLLM's finish reason ``error``              | stays                        |
+    | quarantine              | are computed again, and keep their generated tokens  | leaves the prefix cache      |
+    | protect                 | so, if these were computed from KV that was compared | with all that was computed   |
+    |                         | before (`Verdict.stands`), or are none; else they end | from it                      |
+
+    Requests ended by vLLM's own ``kv_load_failure_policy`` are left alone.
+    """
+
+    def __init__(
+        self, config: CanaryConfig, groups: Callable[[], Iterable[Group]], tell: Callable[[Event], None]
+    ) -> None:
+        self._mode = config.on_violation
+        self._groups = groups
+        self._tell = tell
+        self._found: list[BlockVerdict] = []
+        self._schedulers: dict[int, HashChain] = {}
+        self._patches = Patches()
+        self._pipes: dict[int, VerdictPipe] = {}
+        self._tries: dict[str, int] = {}
+        self._ended: list[Any] = []
+        self.post: VerdictPost | None = None
+        """The way to the scheduler's process, None where the scheduler is in this one."""
+
+    @hookimpl
+    def canary_verdict(self, verdict: Verdict) -> None:
+        """In a worker: sends the verdict to the scheduler's process, or keeps the verdict for a scheduler here."""
+        found = BlockVerdict.of(verdict, self._groups())
+        if found is None:
+            return
+        if self.post is not None:
+            self.post.put(found)
+        elif self._schedulers:
+            self._found.append(found)
+        else:
+            self._failed(f"the scheduler's process can't be told; nothing is done about a finding ({found.kind})")
+
+    def pipe(self, vllm_config: Any) -> VerdictPipe:
+        """In the scheduler's process: a pipe to be opened by workers in other processes."""
+        self._pipes[id(vllm_config)] = pipe = VerdictPipe()
+        return pipe
+
+    def open(self, path: str) -> bool:
+        """In a worker: opens the pipe at ``path``, unless this process made the pipe. Returns whether the scheduler's
+        process can be reached."""
+        if any(pipe.path == path for pipe in self._pipes.values()):
+            return True
+        try:
+            self.post = VerdictPost(path)
+        except OSError:
+            return False
+        return True
+
+    def joined(self, scheduler: Any) -> None:
+        """A scheduler runs in the process."""
+        self._schedulers[id(scheduler)] = chain = HashChain()
+        if self._mode == "protect":
+            self._patches.follow(scheduler.kv_cache_manager.block_pool, "cache_full_blocks", partial(_cached, chain))
+
+    def left(self, scheduler: Any) -> None:
+        """A scheduler has ended."""
+        self._schedulers.pop(id(scheduler), None)
+        pipe = self._pipes.pop(id(scheduler.vllm_config), None)
+        if pipe is not None:
+            pipe.close()
+
+    def close(self) -> None:
+        """Ends all actions."""
+        self._patches.undo()
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._schedulers.clear()
+        self._pipes.clear()
+        if self.post is not None:
+            self.post.close()
+            self.post = None
+
+    def act(self, scheduler: Any, made: Any = None) -> None:
+        """Before ``scheduler`` takes the output ``made``, or makes its next batch. With several schedulers in one
+        process the owner of its workers' blocks is unknown."""
+        pipe = self._pipes.get(id(scheduler.vllm_config))
+        found = [] if pipe is None else pipe.take()
+        if self._found and len(self._schedulers) == 1:
+            found, self._found = [*found, *self._found], []
+        elif self._found:
+            self._found = []
+            self._failed(f"{len(self._schedulers)} engines in this process; nothing is done about findings of its own")
+        if found:
+            self._act(scheduler, found, made)
+
+    def ended(self, outputs: dict[int, Any]) -> None:
+        """Adds the ends of requests to the ``outputs`` that the scheduler gives out, by client."""
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+        ended, self._ended = self._ended, []
+        for request in ended:
+            client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            last = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
+            client.outputs = [*(client.outputs or ()), last]
+
+    def _act(self, scheduler: Any, found: Sequence[BlockVerdict], made: Any) -> None:
+        manager = scheduler.kv_cache_manager
+        brought = getattr(made, "kv_connector_output", None)
+        fails = not getattr(scheduler, "recompute_kv_load_failures", True)
+        failed = getattr(brought, "invalid_block_ids", None) or () if fails else ()
+        concerned = []
+        for request in scheduler.running:
+            held = {block for ids in manager.get_block_ids(request.request_id) for block in ids}
+            name = Writers.told(request.request_id)
+            own = [v for v in found if v.everything or name == v.request or (v.of_all and v.block in held)]
+            # vLLM itself ends a request with a block that was not loaded.
+            if own and held.isdisjoint(failed):
+                concerned.append((request, own))
+        if self._mode != "abort":
+            self._evict(scheduler, found)
+        ending = []
+        for request, own in reversed(concerned):
+            tries = self._tries[request.request_id] = self._tries.get(request.request_id, 0) + 1
+            stands = all(v.stands for v in own) or not request.num_output_tokens
+            about = {"request": Writers.told(request.request_id), **_about(own[0])}
+            if self._mode == "abort" or (self._mode == "protect" and (not stands or tries > MOST_TRIES)):
+                ending.append(request)
+                self._tell(Event("aborted", "error", about))
+            else:
+                preempt(scheduler, request, made)
+                self._tell(Event("recomputed", "warning", about))
+        if ending:
+            from vllm.v1.request import RequestStatus
+
+            scheduler.finish_requests([r.request_id for r in ending], RequestStatus.FINISHED_ERROR)
+            self._ended += ending
+        self._tries = {name: tries for name, tries in self._tries.items() if name in scheduler.requests}
+
+    def _evict(self, scheduler: Any, found: Sequence[BlockVerdict]) -> None:
+        pool, chain = scheduler.kv_cache_manager.block_pool, self._schedulers[id(scheduler)]
+        blocks = {v.block for v in found if v.block >= 0}
+        cached = {b.block_id: b.block_hash for b in pool.blocks if b.block_hash is not None and not b.is_null}
+        evicted = blocks & cached.keys()
+        if self._mode == "protect":
+            # The last bytes of a hash are its group's. Each layer computes from the others, in whatever group.
+            groups = {hash[-4:] for hash in cached.values()}
+            everything = len(groups) > 1 or any(v.everything for v in found)
+            evicted = set(cached) if everything else chain.after(evicted, cached)
+        if evicted:
+            pool.evict_blocks(evicted)
+            about = _about(found[0]) | {"blocks": len(blocks), "evicted": len(evicted)}
+            self._tell(Event("quarantined", "warning", about))
+
+    def _failed(self, reason: str) -> None:
+        self._tell(Event("quarantine_failed", "warning", {"reason": reason}))
+
+
+def _cached(chain: HashChain, _: Any, request: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
+    """After `cache_full_blocks`: the blocks of ``request`` that are in the prefix cache now."""
+    first = kwargs["num_cached_blocks"] if "num_cached_blocks" in kwargs else args[0]
+    end = kwargs["num_full_blocks"] if "num_full_blocks" in kwargs else args[1]
+    chain.note([block.block_hash for block in blocks[:end]], first)
+
+
+def _about(verdict: BlockVerdict) -> dict[str, object]:
+    fields: dict[str, object] = {"kind": verdict.kind, "region": verdict.region, "slot": verdict.slot}
+    return fields | {"block": verdict.block}
+
+
+def preempt(scheduler: Any, request: Any, made: Any = None) -> None:
+    """Takes a running request's blocks: the request is computed again, as after vLLM's `reset_prefix_cache`. Output in
+    flight is dropped on arrival, also that in ``made``."""
+    scheduler.running.remove(request)
+    if "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters:
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    else:
+        scheduler._preempt_request(request, time.monotonic())
+        index = getattr(made, "req_id_to_index", {}).get(request.request_id)
+        if not request.num_output_placeholders and index is not None and made.sampled_token_ids:
+            made.sampled_token_ids[index] = []
+        request.async_tokens_to_discard = request.num_output_placeholders
+        request.num_output_placeholders = 0
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)

@@ -1,0 +1,192 @@
+"""``CANARY_ON_VIOLATION``: what is done about corrupted KV before an answer is given out. Engines that are shared with
+test_engine; bits are flipped from outside, by vLLM's own tables."""
+
+import random
+
+import pytest
+from vllm_on_cpu import guarded, parked_flips
+from vllm_on_cpu.scripts import told_by
+
+pytestmark = pytest.mark.timeout(600)
+LLAMA = pytest.param("llama", marks=pytest.mark.xdist_group("process 0"))
+ASYNC = pytest.param("async", marks=pytest.mark.xdist_group("process 0"))
+HYBRID = pytest.param("hybrid", marks=pytest.mark.xdist_group("process 1"))
+ONLY = pytest.mark.parametrize("engine", [LLAMA], indirect=True)
+PROMPT = [random.Random("protection").randrange(3, 500) for _ in range(100)]
+QUIET = dict(read_check=0, scrub_budget="0")
+
+
+def begin(small, name, tokens, prompt=PROMPT):
+    """A request that has given out so many tokens."""
+    small.submit(name, prompt, 20)
+    while len(small.answers[name]) < tokens:
+        small.step()
+
+
+def finish(small):
+    """Serves to the end, which must come."""
+    for _ in range(400):
+        if not small.step():
+            return
+    pytest.fail("requests never end")
+
+
+def told(guard, *names):
+    """The requests of these events, by name."""
+    return {name: [event.fields["request"] for event in guard.findings.told(name)] for name in names}
+
+
+@ONLY
+def test_no_wrong_answer_from_parked_kv_that_changed(engine):
+    """Bits flip in the prefix cache, each in a block that the next request hits. By default wrong answers are given
+    out; with protect each one is right, and none ends with an error."""
+    plain = parked_flips.serve(engine.small, 12, "report")
+    assert plain.wrong > 0
+    served = parked_flips.serve(engine.small, 12, "protect")
+    assert (served.wrong, served.error, served.right) == (0, 0, served.asked)
+    assert 6 < served.flipped <= served.recomputed
+
+
+@pytest.mark.parametrize("engine", [LLAMA, ASYNC, HYBRID], indirect=True)
+def test_a_hit_on_changed_kv_is_computed_again_before_a_token_is_given_out(engine):
+    """Also with asynchronous scheduling, where the next step is under way, and where groups of layers share blocks;
+    requests beside it go on."""
+    small = engine.small
+    other = guarded.prompts("protection", 1)[0]
+    small.renew()
+    right, beside = small.serve([PROMPT, other], 20)
+    with guarded.guard(small, on_violation="protect", **QUIET) as guard:
+        small.serve([PROMPT], 20, "first")
+        draw = random.Random(7)
+        begin(small, "well", 3, other)
+        small.submit("ill", PROMPT, 20)
+        assert parked_flips.flip_parked(small, "ill", draw)
+        finish(small)
+        assert small.answers["ill"] == right
+        assert small.answers["well"] == beside
+        assert told(guard, "recomputed", "aborted") == {"recomputed": ["ill"], "aborted": []}
+        # What was computed from the block has left the cache with it.
+        assert small.serve([PROMPT], 20, "after")[0] == right
+        assert len(guard.findings.told("recomputed")) == 1
+
+
+@ONLY
+def test_a_running_request_keeps_its_tokens_where_all_reads_are_compared(engine):
+    """Every token so far was computed from KV that had been compared: the answer is the right one."""
+    small = engine.small
+    small.renew()
+    (right,) = small.serve([PROMPT], 20)
+    with guarded.guard(small, on_violation="protect", read_check=-1) as guard:
+        begin(small, "ill", 5)
+        given = list(small.answers["ill"])
+        small.poke(1, "k", "ill", 5)
+        finish(small)
+        assert small.answers["ill"] == right
+        assert given == right[: len(given)]
+        assert told(guard, "recomputed", "aborted") == {"recomputed": ["ill"], "aborted": []}
+
+
+@ONLY
+def test_a_running_request_ends_with_an_error_where_its_tokens_may_be_wrong(engine):
+    """The scrub finds the slot some steps after it changed: nobody knows which tokens were computed from it. vLLM's
+    finish reason is ``error``, and the blocks are free again."""
+    small = engine.small
+    with guarded.guard(small, on_violation="protect", read_check=0, scrub_budget="64KiB") as guard:
+        free = small.pool.get_num_free_blocks()
+        begin(small, "ill", 5)
+        small.poke(1, "k", "ill", 5)
+        finish(small)
+        assert small.ends["ill"] == "error"
+        assert told(guard, "recomputed", "aborted") == {"recomputed": [], "aborted": ["ill"]}
+        assert small.pool.get_num_free_blocks() == free
+        again = small.serve([PROMPT], 20, "after")
+        assert (small.ends["after-0"], again) == ("length", small.serve([PROMPT], 20, "once more"))
+
+
+@ONLY
+def test_what_is_always_wrong_ends_with_an_error(engine):
+    """A fault that comes back whatever is done: the request is computed again twice, then ends."""
+    small = engine.small
+    with guarded.guard(small, on_violation="protect", read_check=-1) as guard:
+        begin(small, "ill", 2)
+        for _ in range(200):
+            if small.running("ill"):
+                small.poke(0, "v", "ill", 1)
+            if not small.step():
+                break
+        assert small.ends["ill"] == "error"
+        assert told(guard, "recomputed", "aborted") == {"recomputed": ["ill"] * 2, "aborted": ["ill"]}
+
+
+@ONLY
+def test_abort_ends_the_requests_that_have_the_block(engine):
+    """And no others; the block stays where it is."""
+    small = engine.small
+    other = guarded.prompts("protection", 1)[0]
+    small.renew()
+    (beside,) = small.serve([other], 20)
+    with guarded.guard(small, on_violation="abort", read_check=-1) as guard:
+        small.submit("well", other, 20)
+        begin(small, "ill", 3)
+        small.poke(1, "k", "ill", 5)
+        finish(small)
+        assert small.ends == {"ill": "error", "well": "length"}
+        assert small.answers["well"] == beside
+        assert told(guard, "recomputed", "aborted") == {"recomputed": [], "aborted": ["ill"]}
+        assert guard.findings.told("quarantined") == []
+
+
+@ONLY
+def test_what_was_computed_from_a_block_leaves_the_cache_with_it(engine):
+    """Its own block is good by itself, but what lies there is wrong."""
+    small = engine.small
+    with guarded.guard(small, on_violation="protect", **QUIET) as guard:
+        small.serve([PROMPT, PROMPT[:40]], 4, "first")
+        cached = {block.block_id for block in small.pool.blocks if block.block_hash is not None}
+        small.serve(guarded.prompts("unrelated", 1), 4, "unrelated")
+        unrelated = {b.block_id for b in small.pool.blocks if b.block_hash is not None} - cached
+        small.submit("ill", PROMPT, 4)
+        first, *rest = small.scheduler.kv_cache_manager.get_computed_blocks(small.scheduler.requests["ill"])[0].blocks[
+            0
+        ]
+        hashes = {block.block_id: block.block_hash for block in (first, *rest)}
+        next(tensor for _, tensor in small.tensors())[first.block_id].flatten()[0] = 7.0
+        while not guard.findings.told("quarantined"):
+            small.step()
+        now = {block.block_id: block.block_hash for block in small.pool.blocks}
+        assert len(rest) > 1
+        assert [number for number, hash in hashes.items() if now[number] == hash] == []
+        assert all(now[number] is not None for number in unrelated)
+        finish(small)
+
+
+@pytest.mark.parametrize("engine", [LLAMA, HYBRID], indirect=True)
+def test_clean_traffic_is_left_alone(engine):
+    """With hits, preemption and eviction: nothing is computed again, ended or evicted, the answers are those without
+    Canary, and the hits were compared."""
+    small = engine.small
+    small.renew()
+    plain = guarded.traffic(small, 6)
+    with guarded.guard(small, on_violation="protect", **QUIET) as guard:
+        assert guarded.traffic(small, 6) == plain
+        assert guard.trouble() == []
+        assert guard.canary.stats()["hit_blocks"] > 10
+        assert [v.kind for v in guard.findings.violations] == []
+
+
+@ONLY
+def test_hits_that_can_not_be_compared_are_told(engine):
+    """Without bytes, and once blocks can't be followed any more."""
+    with guarded.guard(engine.small, on_violation="protect", bytes="off") as guard:
+        (event,) = guard.findings.told("hits_unchecked")
+        assert "CANARY_BYTES=off" in event.fields["reason"]
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.beyond_ci("tests of one process here, tests/adapters/test_verdict_pipe.py, and test_processes: tp2")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_finds_is_not_given_out_by_the_other(rank):
+    """Two tensor-parallel workers and the scheduler, each in a process of its own: bits flip in the shard of one rank
+    only, also of the one whose outputs vLLM does not take, and every answer is right."""
+    told = told_by("protect_script", str(rank), "4", plugins="vllm", CANARY_ON_VIOLATION="protect")
+    assert told == {"asked": 4, "right": 4, "wrong": 0, "error": 0}

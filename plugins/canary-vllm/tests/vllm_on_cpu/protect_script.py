@@ -1,0 +1,64 @@
+"""Two tensor-parallel workers and the scheduler in processes of their own; bits flip in the KV of one rank. Prints one
+line of JSON: ``asked`` requests that hit flipped blocks, how many answers were ``right`` and ``wrong``, and how many
+ended with an ``error``.
+
+    python -m vllm_on_cpu.protect_script RANK COUNT
+"""
+
+import json
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+PROMPTS = [[5 + 7 * i + j % (11 + i) for j in range(70 + i)] for i in range(3)]
+
+
+def flip(worker: Any, rank: int, turn: int) -> None:
+    """In a worker: flips a bit of the exponent at one place of each block of one layer, on one rank only."""
+    import torch
+
+    if worker.rank != rank:
+        return
+    layers = worker.model_runner.compilation_config.static_forward_context
+    bits = [layer.kv_cache for layer in layers.values()][turn % len(layers)].view(torch.int32)
+    place = tuple(turn * 5 % size for size in bits.shape[1:])
+    bits[(slice(1, None), *place)] ^= 1 << 29
+
+
+def main() -> None:
+    """Each prompt once, then again and again with flips between."""
+    from vllm_on_cpu import models
+    from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS
+
+    rank, count = map(int, sys.argv[1:])
+    cores = sorted(os.sched_getaffinity(0))
+    own = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    os.environ.update({**ENVIRONMENT, **own, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=models.folder("llama", Path(tempfile.mkdtemp())), **{**OPTIONS, "tensor_parallel_size": 2})
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
+
+    def serve(prompt: list[int]) -> tuple[list[int], str]:
+        (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        return list(answer.outputs[0].token_ids), str(answer.outputs[0].finish_reason)
+
+    right = [serve(prompt)[0] for prompt in PROMPTS]
+    told = dict.fromkeys(("asked", "right", "wrong", "error"), 0)
+    for turn in range(count):
+        number = turn % len(PROMPTS)
+        llm.collective_rpc(partial(flip, rank=rank, turn=turn))
+        answer, ended = serve(PROMPTS[number])
+        told["asked"] += 1
+        told["error" if ended == "error" else "right" if answer == right[number] else "wrong"] += 1
+    llm.llm_engine.engine_core.shutdown()
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

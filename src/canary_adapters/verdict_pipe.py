@@ -1,0 +1,135 @@
+"""Verdicts of workers on their way to their scheduler's process: `VerdictPipe` there, `VerdictPost` in each worker."""
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from canary_adapters.block_events import BlockGroup
+from canary_core import Verdict
+
+PIPE_BYTES = 1 << 20
+"""Room for some thousands of verdicts not taken yet by the scheduler. Further ones become one verdict for all KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockVerdict:
+    """A `Verdict` in blocks, as plain values. block: number of the pool's block, -1 for none. request: the reader's
+    name in findings, None if unknown. spoiled, stands: as in `Verdict`. Without block and request: all KV."""
+
+    kind: str
+    region: str = ""
+    slot: int = -1
+    block: int = -1
+    request: str | None = None
+    spoiled: bool = True
+    stands: bool = False
+
+    @property
+    def everything(self) -> bool:
+        """Whether the wrong KV is unknown."""
+        return self.block < 0 and self.request is None
+
+    @property
+    def of_all(self) -> bool:
+        """Whether the block is wrong for every reader."""
+        return self.block >= 0 and (self.spoiled or self.request is None)
+
+    @classmethod
+    def of(cls, verdict: Verdict, groups: Iterable[BlockGroup]) -> "BlockVerdict | None":
+        """``groups``: the guarded ones. None for a finding without a known block or request, or of an unguarded
+        region."""
+        finding, slot = verdict.finding, verdict.slot
+        if finding is None:
+            return cls("findings_lost")
+        group = next((group for group in groups if group.region == finding.region), None)
+        if group is None or (slot is None and finding.request is None):
+            return None
+        return cls(
+            kind=finding.kind.name.lower(),
+            region=finding.region,
+            slot=-1 if slot is None else slot,
+            block=-1 if slot is None else slot // group.block,
+            request=finding.request,
+            spoiled=verdict.spoiled,
+            stands=verdict.stands,
+        )
+
+
+class VerdictPipe:
+    """The end of a named pipe in the scheduler's process; workers of the same machine open a `VerdictPost` at ``path``.
+    `opened` removes the name, so that no file is left however the process ends."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="canary-verdicts-"))
+        self.path = str(self._folder / "pipe")
+        os.mkfifo(self.path, 0o600)
+        self._end = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.fcntl(self._end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._rest = b""
+
+    def opened(self) -> None:
+        """All workers have opened the pipe, or never will: removes the name."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+            self._folder.rmdir()
+
+    def take(self) -> list[BlockVerdict]:
+        """The verdicts since the last call, by a read that never waits."""
+        found = []
+        while True:
+            try:
+                data = os.read(self._end, PIPE_BYTES)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            found.append(data)
+        if not found:
+            return []
+        *lines, self._rest = (self._rest + b"".join(found)).split(b"\n")
+        return [_read(json.loads(line)) for line in lines]
+
+    def close(self) -> None:
+        """Ends the scheduler's side."""
+        self.opened()
+        with contextlib.suppress(OSError):
+            os.close(self._end)
+
+
+class VerdictPost:
+    """A worker's end of the pipe at ``path``. Raises `OSError` without a pipe there, as on another machine."""
+
+    def __init__(self, path: str) -> None:
+        self._end = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        self._lost = False
+
+    def put(self, verdict: BlockVerdict) -> None:
+        """Sends ``verdict``, ready for the scheduler's process when the call returns. Never waits: after a full pipe,
+        the next verdict sent is one for all KV."""
+        try:
+            if self._lost:
+                self._write(BlockVerdict("findings_lost"))
+                self._lost = False
+            self._write(verdict)
+        except BlockingIOError:
+            self._lost = True
+
+    def close(self) -> None:
+        """Ends the worker's side."""
+        with contextlib.suppress(OSError):
+            os.close(self._end)
+
+    def _write(self, verdict: BlockVerdict) -> None:
+        # A line shorter than PIPE_BUF is written as a whole, or not at all.
+        os.write(self._end, json.dumps(asdict(verdict)).encode() + b"\n")
+
+
+def _read(line: Mapping[str, object]) -> BlockVerdict:
+    known = {field.name for field in fields(BlockVerdict)}
+    return BlockVerdict(**{name: value for name, value in line.items() if name in known})  # type: ignore[arg-type]

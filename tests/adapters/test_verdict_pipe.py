@@ -1,0 +1,108 @@
+"""`verdict_pipe`: what a worker finds is known in the scheduler's process when it gives its output out."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from canary_adapters import BlockGroup, BlockVerdict, VerdictPipe, VerdictPost
+from canary_core import Kind, Phase, Verdict, Violation
+
+BAD = BlockVerdict("bytes", "full", 70, 2, None, True, False)
+GROUPS = [BlockGroup("full", 0, 32), BlockGroup("window", 1, 16)]
+
+
+@pytest.fixture
+def pipe():
+    """In the scheduler's process."""
+    made = VerdictPipe()
+    yield made
+    made.close()
+
+
+def test_verdicts_of_another_process_are_there_at_once(pipe):
+    """Of several ranks, in the order of each, as they were sent; the pipe's name is gone once all have it open."""
+    code = (
+        "import sys; from canary_adapters import BlockVerdict, VerdictPost\n"
+        "post = VerdictPost(sys.argv[1]); sys.stdin.readline()\n"
+        "post.put(BlockVerdict('bytes', 'full', 70, 2)); print('sent', flush=True); sys.stdin.readline()"
+    )
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code, pipe.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    post = VerdictPost(pipe.path)
+    assert pipe.take() == []
+    post.put(BlockVerdict("prefix", "full", 3, 0, "request 7", False, True))
+    assert [v.request for v in pipe.take()] == ["request 7"]
+    worker.stdin.write("go\n")
+    worker.stdin.flush()
+    assert worker.stdout.readline() == "sent\n"
+    pipe.opened()
+    assert not Path(pipe.path).parent.exists()
+    assert pipe.take() == [BAD]
+    worker.communicate("end\n", timeout=60)
+    assert pipe.take() == []
+    post.put(BAD)
+    assert pipe.take() == [BAD]
+    post.close()
+
+
+def test_a_full_pipe_makes_nobody_wait_and_puts_all_kv_in_doubt(pipe):
+    """A storm that the scheduler does not take: what has no room becomes one verdict for everything."""
+    post = VerdictPost(pipe.path)
+    for _ in range(12000):
+        post.put(BAD)
+    first = pipe.take()
+    assert 400 < len(first) < 12000
+    assert set(first) == {BAD}
+    post.put(BAD)
+    lost, last = pipe.take()
+    assert lost.everything
+    assert last == BAD
+    post.close()
+
+
+def test_no_pipe_is_an_error_of_the_system():
+    """As on another machine: the worker's answer says so."""
+    with pytest.raises(FileNotFoundError):
+        VerdictPost("/nonexistent/pipe")
+
+
+def test_a_scheduler_that_is_gone_is_no_wait(pipe):
+    """The engine is ending; the worker's plugin tells the error."""
+    post = VerdictPost(pipe.path)
+    pipe.close()
+    with pytest.raises(BrokenPipeError):
+        post.put(BAD)
+    post.close()
+
+
+def test_a_verdict_names_the_block_of_its_own_group():
+    """The slot's block, by the group's size; a request alone where no slot is to blame; nothing of other regions."""
+
+    def told(kind=Kind.BYTES, region="window", slot=70, request="a"):
+        finding = Violation(kind, region, Phase.SCRUB, step=3, slot=slot, request=request)
+        return BlockVerdict.of(Verdict(finding, spoiled=kind is Kind.BYTES, stands=True), GROUPS)
+
+    assert told() == BlockVerdict("bytes", "window", 70, 4, "a", True, True)
+    assert told(region="full").block == 2
+    assert told(region="draft") is None
+    assert told(Kind.WRITE_INPUT).block == -1
+    assert told(Kind.WRITE_INPUT, request=None) is None
+    assert not told(Kind.PREFIX).of_all
+    assert told(Kind.PREFIX, request=None).of_all
+    everything = BlockVerdict.of(Verdict(None), GROUPS)
+    assert everything is not None
+    assert everything.everything
+
+
+def test_a_newer_worker_may_say_more(pipe):
+    """Fields that this release does not know are left out."""
+    end = os.open(pipe.path, os.O_WRONLY | os.O_NONBLOCK)
+    os.write(end, b'{"kind": "bytes", "block": 4, "since": 7}\n{"kind": "by')
+    assert pipe.take() == [BlockVerdict("bytes", block=4)]
+    os.write(end, b'tes", "block": 5}\n')
+    assert [verdict.block for verdict in pipe.take()] == [5]
+    os.close(end)
