@@ -15,6 +15,7 @@ from canary_transformers import version
 from canary_transformers.continuous.hooks import HOOKS
 from canary_transformers.continuous.session import Session
 from canary_transformers.filters import GivenEmbeddingFilter, embedding_filter, placeholder_tokens
+from canary_transformers.generate.cross import CrossCache
 from canary_transformers.generate.guarded_cache import GuardedCache
 from canary_transformers.generate.hooks import GENERATE
 
@@ -119,6 +120,12 @@ class Guard:
         hooks = self._hooks(model)
         hooks.register(GivenEmbeddingFilter(placeholder_tokens(model)))
         cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, hooks, self.witness, pad)
+        self._caches.append(cache)
+        return cache
+
+    def open_cross(self, model: Any, own: GuardedCache) -> GuardedCache:
+        """Begins to guard the cross-attention half of the cache whose other half is ``own``."""
+        cache = CrossCache(f"{own.name} encoder", self.config, self._hooks(model))
         self._caches.append(cache)
         return cache
 

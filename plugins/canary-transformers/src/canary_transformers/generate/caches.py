@@ -76,6 +76,13 @@ def guarded(cache: Any) -> Any | None:
     return cache if isinstance(cache, plain) and type(cache).update is plain.update else None
 
 
+def cross(cache: Any) -> Any | None:
+    """The cross-attention half of an encoder-decoder cache, None where it keeps K and V in a way of its own."""
+    plain, encoder_decoder = _classes()
+    half = cache.cross_attention_cache if isinstance(cache, encoder_decoder) else None
+    return half if isinstance(half, plain) and type(half).update is plain.update else None
+
+
 def among(values: Iterable[Any]) -> Any | None:
     """The cache among a forward's arguments, or outputs, under any name: releases and models use several. None if none
     is `guarded`."""
@@ -138,9 +145,9 @@ def uncovered(cache: Any, looked: Sequence[LayerView]) -> list[Uncovered]:
             found.append(Uncovered(name, _bytes(layer, all_tensors=True), reason))
         elif index in views and (rest := _bytes(layer, all_tensors=False)):
             found.append(Uncovered(name, rest, "states or indexer keys beside K and V are rewritten without slots"))
-    if inner is not cache:
-        size = sum(_bytes(layer, all_tensors=True) for layer in cache.cross_attention_cache.layers)
-        found.append(Uncovered("cross_attention", size, "written once from the encoder's states, not from tokens"))
+    if inner is not cache and cross(cache) is None:
+        size = sum(_bytes(layer, all_tensors=True) for layer in getattr(cache.cross_attention_cache, "layers", ()))
+        found.append(Uncovered("cross_attention", size, "a cache with an update of its own; its layout is not known"))
     return found
 
 

@@ -144,15 +144,16 @@ class Group:
         return numbers.as_strided((self.rows, width), (self.capacity, 1))
 
 
-def groups_of(views: Sequence[LayerView], end: int) -> list[Group]:
-    """The groups of a cache with sequences of ``end`` tokens, in the order of their first layers. Layers that disagree
+def groups_of(views: Sequence[LayerView], end: int, full: str = "full") -> list[Group]:
+    """The groups of a cache with sequences of ``end`` tokens, in the order of their first layers; ``full`` is the name
+    of those without a window. Layers that disagree
     with the first one of their group about the held tokens are left for the caller to notice."""
     members: dict[Keeping, list[LayerView]] = {}
     for view in views:
         members.setdefault(view.keeping, []).append(view)
     groups = []
     for keeping, alike in members.items():
-        kind = "full" if keeping.window_tokens is None else "window"
+        kind = full if keeping.window_tokens is None else "window"
         same_kind = sum((k.window_tokens is None) == (keeping.window_tokens is None) for k in members)
         name = kind if same_kind == 1 else f"{kind}.{keeping.window_tokens or keeping.static_tokens or 0}"
         held = end if keeping.window_tokens is None else min(alike[0].held, end)

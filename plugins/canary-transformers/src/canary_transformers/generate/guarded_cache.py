@@ -31,6 +31,9 @@ class GuardedCache:
     ``witness``: tokens of the cache's model. ``pad``: the token with a zero embedding, if there is one.
     """
 
+    _full = "full"
+    """Name of the region of layers that keep all tokens."""
+
     def __init__(
         self,
         name: str,
@@ -74,7 +77,7 @@ class GuardedCache:
         with self._ours("before the forward"):
             if self._over or self._check_steady(cache, forward):
                 return
-            records, views = self._records, caches.look(cache)
+            records, views = self._records, self._look(cache)
             self._steady = None
             if records is None:
                 self._was_empty = all(view.end == 0 for view in views)
@@ -134,9 +137,9 @@ class GuardedCache:
             if len(rows) == records.rows:
                 records.reorder(rows)
                 if records.audited:
-                    records.rebind(caches.look(cache))
+                    records.rebind(self._look(cache))
             else:
-                self._replace(records.rebuilt(caches.look(cache), self.hooks, rows))
+                self._replace(records.rebuilt(self._look(cache), self.hooks, rows))
 
     def repeated(self, cache: Any, times: int) -> None:
         """Each row of the cache is there ``times`` times now, one after the other."""
@@ -171,6 +174,10 @@ class GuardedCache:
         with self._ours("close"):
             self._over = True
             self._retire()
+
+    def _look(self, cache: Any, wait: bool = False) -> list[LayerView]:
+        """See `caches.look`."""
+        return caches.look(cache, wait)
 
     def _check_steady(self, cache: Any, forward: ModelCall) -> bool:
         """`before` without a change since the last forward; returns whether the case applies."""
@@ -213,7 +220,7 @@ class GuardedCache:
 
     def _attach(self, cache: Any, forward: ModelCall) -> None:
         """Begins with the present bytes: the forward's writes, and, unjudged, older content."""
-        views = caches.look(cache, wait=True)
+        views = self._look(cache, wait=True)
         end = views[0].end if views else None
         left_out = caches.uncovered(cache, views)
         if not views or end is None:
@@ -224,7 +231,7 @@ class GuardedCache:
                 self._tell("coverage", "warning", {"cache": self.name, "coverage_ratio": 0.0, "uncovered": listed})
             return
         rows = views[0].keys.shape[0]
-        groups = groups_of(views, end)
+        groups = groups_of(views, end, self._full)
         if rows != forward.rows or not 0 < forward.new <= end or disagreeing(views, groups, end):
             self._release(f"{rows} rows of {end} tokens do not fit the forward's {forward.rows} rows of {forward.new}")
             return
@@ -247,7 +254,7 @@ class GuardedCache:
         self._settle(cache, views, self._records)
 
     def _record(self, cache: Any, records: CacheRecords, forward: ModelCall) -> None:
-        views = caches.look(cache)
+        views = self._look(cache)
         if forward.new and {view.end for view in views} == {records.end}:
             records.abandon(views)  # a model that was told not to use its cache
             self._witness.explain("unused_cache", forward.rows * forward.new)

@@ -25,6 +25,9 @@ class CacheOwner(ModelOwner, Protocol):
     def open_cache(self, model: Any) -> GuardedCache:
         """Begins to guard a cache of ``model``."""
 
+    def open_cross(self, model: Any, own: GuardedCache) -> GuardedCache:
+        """Begins to guard the cross-attention half of the cache whose other half is ``own``."""
+
     def retire_cache(self, guarded: GuardedCache) -> None:
         """The cache is gone, or the owner: keeps its numbers, closes it."""
 
@@ -119,22 +122,21 @@ class GenerateHooks(EngineHooks[CacheOwner]):
                         "inputs_embeds; what it computes is not guarded until it takes its tokens under such a name",
                     )
             else:
-                guarded = self._guard(owner, model, cache)
-                if guarded is not None:
-                    guarded.before(cache, forward)
+                halves = self._guard(owner, model, cache)
+                for half, guarded in halves:
+                    guarded.before(half, forward)
                 try:
                     output = call(*args, **kwargs)
                 except BaseException:
-                    if guarded is not None:
+                    for _, guarded in halves:
                         guarded.failed()
                     raise
-                if guarded is None:
-                    cache = caches.among(_parts(output))
-                    guarded = self._guard(owner, model, cache)
+                if not halves:
+                    halves = self._guard(owner, model, caches.among(_parts(output)))
                 self._count(owner, forward.rows * forward.new)
-                if guarded is not None:
-                    guarded.after(cache, forward)
-                else:
+                for half, guarded in halves:
+                    guarded.after(half, forward)
+                if not halves:
                     self._not_guarded(owner, model, given, forward.rows * forward.new)
         finally:
             self._calls.inside = False
@@ -227,18 +229,27 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         inner = caches.guarded(cache)
         return None if inner is None else self._histories.pop(inner, None)
 
-    def _guard(self, owner: CacheOwner, model: Any, cache: Any) -> GuardedCache | None:
-        """The guard of ``cache``; None where there is nothing to follow."""
+    def _guard(self, owner: CacheOwner, model: Any, cache: Any) -> list[tuple[Any, GuardedCache]]:
+        """``cache`` with its guard; with an encoder's states beside, the half for these with its own. Empty where there
+        is nothing to follow."""
         inner = caches.guarded(cache)
         if inner is None:
-            return None
-        known = self._followed.get(inner)
+            return []
+        own = self._follow(owner, inner, lambda: owner.open_cache(model))
+        cross = caches.cross(cache)
+        if cross is None:
+            return [(cache, own)]
+        return [(cache, own), (cross, self._follow(owner, cross, lambda: owner.open_cross(model, own)))]
+
+    def _follow(self, owner: CacheOwner, cache: Any, begin: Callable[[], GuardedCache]) -> GuardedCache:
+        """The guard of ``cache``, begun where there is none yet."""
+        known = self._followed.get(cache)
         if known is not None:
             return known[1]
-        guarded = owner.open_cache(model)
+        guarded = begin()
         with self._lock:
-            self._followed[inner] = owner, guarded
-        finalize(inner, self._end, owner, guarded).atexit = False
+            self._followed[cache] = owner, guarded
+        finalize(cache, self._end, owner, guarded).atexit = False
         return guarded
 
     def _end(self, owner: CacheOwner, guarded: GuardedCache) -> None:

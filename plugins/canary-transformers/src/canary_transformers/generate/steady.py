@@ -44,7 +44,8 @@ class Steady:
         if not _plain(tensors):
             return None
         # Else to ask would be to wait for the device.
-        counted = not growing and all(layer.cumulative_length.device.type == "cpu" for layer in layers)
+        counts = [getattr(layer, "cumulative_length", None) for layer in layers]
+        counted = not growing and all(isinstance(n, Tensor) and n.device.type == "cpu" for n in counts)
         return cls(listed, layers, tensors, _shapes(tensors), _places(tensors), growing, counted, end)
 
     def kept(self, cache: Any, end: int) -> bool:
