@@ -4,7 +4,7 @@ import pytest
 from support.guarded import Guarded
 
 from canary_core import CanaryConfig, ConfigError, Kind, Phase, Verdict, Violation, hookimpl
-from canary_core.guard.reporting import findings
+from canary_core.guard.reporting import budget
 from canary_core.verdict import MISLED, MISPLACED, SPOILED
 
 OF_THE_ALLOCATOR = {
@@ -89,7 +89,9 @@ def test_a_dismissed_finding_has_no_verdict():
 
 def test_a_finding_that_the_limit_leaves_out_has_a_verdict(monkeypatch):
     """A storm: nothing is told any more, and all of it is acted on."""
-    monkeypatch.setattr(findings, "MOST_FINDINGS", 0)
+    monkeypatch.setattr(budget.Firsts, "among", lambda *_: False)
+    monkeypatch.setattr(budget.PROCESS, "left", 0.0)
+    monkeypatch.setattr(budget.PROCESS, "refill", lambda: None)
     acting = Acting()
     guarded = damaged(acting, on_violation="protect")
     assert guarded.violations == []

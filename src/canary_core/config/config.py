@@ -197,15 +197,14 @@ class CanaryConfig(BaseSettings):
     )
     hit_check: bool = Field(
         default=False,
-        description="The bytes of the slots that a prefix hit shares are compared once, when they are shared, where "
-        "the engine's plugin follows hits. On with CANARY_ON_VIOLATION=protect.",
+        description="Bytes that a prefix hit shares are compared once, when they are shared, where the engine's plugin "
+        "follows hits. On with CANARY_ON_VIOLATION=protect.",
     )
     on_violation: Literal["report", "abort", "quarantine", "protect"] = Field(
         default="report",
-        description="report: tell, nothing else. abort: end the requests that a finding concerns with a retryable "
-        "error. quarantine: also evict what is corrupted from the prefix cache. protect: besides, no token computed "
-        "from KV that was found to be wrong is given out: its request is computed again, or ends with a retryable "
-        "error. Where the engine's plugin can.",
+        description="report: tell, nothing else. abort: end requests that a finding concerns with a retryable error. "
+        "quarantine: also evict what is corrupted from the prefix cache. protect: besides, no token computed from KV "
+        "found to be wrong is given out: its request is computed again, or ends so. Where the engine's plugin can.",
     )
     lifetime: bool = Field(
         default=True,

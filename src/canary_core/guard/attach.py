@@ -1,6 +1,6 @@
 """Begins to guard a pool, or reports why not: called by a plugin once the engine's pool exists."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -13,8 +13,9 @@ from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.events import Event
 from canary_core.guard.coverage import Coverage
+from canary_core.ops.state import RegionState
 from canary_core.place import Place
-from canary_core.region import Uncovered
+from canary_core.region import Region, Uncovered
 from canary_core.runtime.telling import emit
 
 Guarded = TypeVar("Guarded")
@@ -43,6 +44,20 @@ def made(canary: Closable) -> None:
     attaching = _attaching.get()
     if attaching is not None:
         attaching.canaries.append(canary)
+
+
+def attached(config: CanaryConfig, backend: str, regions: Collection[Region], states: Collection[RegionState]) -> Event:
+    """The ``attached`` event: what is guarded, how, and the memory that it takes, in bytes."""
+    fields: dict[str, object] = {
+        "backend": backend,
+        "mode": config.mode,
+        "bytes": config.bytes,
+        "layers": str(config.layers),
+        "regions": {r.name: {"kind": r.kind.value, "slots": r.slots, "sources": len(r.sources)} for r in regions},
+        "memory_bytes": sum(state.memory_bytes for state in states),
+        "pool_bytes": sum(region.pool_bytes for region in regions),
+    }
+    return Event("attached", fields=fields)
 
 
 def attach(

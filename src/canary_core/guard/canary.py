@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet, ref
 
@@ -17,7 +18,6 @@ from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.guard import attach
 from canary_core.guard.coverage import Coverage, require_together
-from canary_core.guard.reading import Reading
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
 from canary_core.guard.sampling import SampledTokens
@@ -40,6 +40,7 @@ from canary_core.watchers.audit.memory import EngineMemory
 from canary_core.watchers.audit.running import RunningAudit
 
 if TYPE_CHECKING:
+    from canary_core.guard.reading import Reading
     from canary_core.guard.start_up import StartUp
     from canary_core.watchers.ledger import Ledger
 
@@ -115,7 +116,6 @@ class Canary:
         """Calls around a forward."""
         self._lookout = Lookout(self._switch, self._findings)
         self.step.reader.lookout = self._lookout
-        self._reading = Reading(self._workspace, self._switch, self._findings, self.step, self.sampled)
         self._start_up: StartUp | None = None
         self.audit.forget = self.slots.forget
         self._attached = on
@@ -129,7 +129,8 @@ class Canary:
             self.witness.why = lambda: _unguarded(own())
             WATCH.add(self._lookout)
             attach.made(self)
-            self._tell_attached()
+            self.tell(attach.attached(self.config, self.backend, regions, self.states.values()))
+            self.tell(self.coverage.event())
             hooks.hook.canary_attached(canary=self)
 
     @property
@@ -306,6 +307,12 @@ class Canary:
         """Adds to a plugin's own counter, listed in `stats` as ``name``."""
         self._counts[name] = self._counts.get(name, 0) + number
 
+    @cached_property
+    def _reading(self) -> "Reading":
+        from canary_core.guard.reading import Reading
+
+        return Reading(self._workspace, self._switch, self._findings, self.step, self.sampled)
+
     def stats(self) -> dict[str, Any]:
         """The counters as of the last host read, by lower-case name of `records.Counter`; reported findings by name of
         `Kind`, ``violations``, their sum, and plugins' own counters (`count`)."""
@@ -411,22 +418,6 @@ class Canary:
     def _give_up(self) -> None:
         if self._start_up is not None:
             self._start_up.give_up()
-
-    def _tell_attached(self) -> None:
-        regions = {
-            r.name: {"kind": r.kind.value, "slots": r.slots, "sources": len(r.sources)} for r in self.regions.values()
-        }
-        fields: dict[str, object] = {
-            "backend": self.backend,
-            "mode": self.config.mode,
-            "bytes": self.config.bytes,
-            "layers": str(self.config.layers),
-            "regions": regions,
-            "memory_bytes": sum(s.memory_bytes for s in self.states.values()),
-            "pool_bytes": sum(r.pool_bytes for r in self.regions.values()),
-        }
-        self.tell(Event("attached", fields=fields))
-        self.tell(self.coverage.event())
 
 
 def _calls(canary: Canary | None) -> int:

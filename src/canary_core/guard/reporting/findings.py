@@ -11,6 +11,7 @@ from canary_core.events import Event
 from canary_core.guard.reporting.alarm_test import AlarmTest
 from canary_core.guard.reporting.budget import OWED_S, PROCESS, SHARE, Firsts
 from canary_core.guard.reporting.grouping import Incidents
+from canary_core.guard.reporting.known import Known, key_of
 from canary_core.guard.reporting.readback import HostRead, ReadBack
 from canary_core.guard.reporting.wrong_memory import WrongMemory
 from canary_core.incident import Incident
@@ -23,9 +24,6 @@ from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
 from canary_core.watchers.audit.running import RunningAudit
-
-REMEMBERED = 65536
-"""Findings remembered, by a hash, so that a repeated one is reported once."""
 
 MOST_NOT_FINITE = 4096
 """Fingerprints remembered of bytes with NaN or infinity: there are few, since a NaN makes whole slots NaN."""
@@ -47,9 +45,9 @@ class ReporterHost(Protocol):
 
 class Reporter:
     """Reads, decodes, drops repeats, lets plugins dismiss, delivers, and folds related findings into ``incidents``.
-    ``delivered`` counts reported findings by kind; ``repeated``, ``dismissed``, ``limited`` and ``memory.withheld``
-    count the others; ``counters`` are those of the last read. Regions whose memory the engine has given up, by the
-    audit, are not reported on."""
+    ``delivered`` counts reported findings by kind; ``known.repeated``, ``dismissed``, ``limited`` and
+    ``memory.withheld`` count the others; ``counters`` are those of the last read. Regions whose memory the engine has
+    given up, by the audit, are not reported on."""
 
     def __init__(self, canary: ReporterHost, workspace: Workspace, switch: Switch) -> None:
         self._canary = canary
@@ -63,10 +61,7 @@ class Reporter:
         self.memory = WrongMemory(workspace)
         self._late = workspace.device.type != "cpu"
         self._acted_on = self._config.on_violation != "report"
-        # Whether it was told, by its key: neither dismissed nor withheld.
-        self._known: OrderedDict[int, bool] = OrderedDict()
-        self.forgotten = 0
-        """Findings beyond `REMEMBERED`: a repetition is reported again."""
+        self.known = Known()
         ring_rows = workspace.config.ring_rows
         self.dropped = Untold(switch.tell, Event("rows_dropped", "warning", {"ring_rows": ring_rows}), "rows")
         """Rows without room in the ring."""
@@ -91,7 +86,6 @@ class Reporter:
         """Slots left out by a forward's checks as unknown, a mean over the last read with any."""
         self.table_names: Sequence[str] = ()
         """Names of tables by their numbers in findings."""
-        self.repeated = 0
         self.dismissed = 0
         self.carried = 0
         """Prefixes of requests that go on across a change of the weights, see `Writers.carried`."""
@@ -212,10 +206,10 @@ class Reporter:
             if violation.kind is Kind.PREFIX and self.writers.carried(violation):
                 self.carried += 1
                 continue
-            key = _key_of(violation)
-            if self._repeats(key):
+            key = key_of(violation)
+            if self.known.repeats(key):
                 self.incidents.read_again(violation)
-                if self._known[key]:
+                if self.known.told(key):
                     self._condemn(violation)
                 continue
             if not within:
@@ -223,7 +217,7 @@ class Reporter:
                 if self._acted_on and self._dismissal(violation) is None:
                     self._condemn(violation)
                 continue
-            self._remember(key)
+            self.known.add(key)
             reason = self._dismissal(violation)
             if reason is not None:
                 self.dismissed += 1
@@ -259,7 +253,7 @@ class Reporter:
             if within or self._acted_on:
                 violation = self.decode(row)
                 yield (replace(violation, detail=ABSORBED) if absorbed else violation), within
-            elif PROCESS.left < -OWED_S / 2 or not self._repeats(self._row_key(row)):
+            elif PROCESS.left < -OWED_S / 2 or not self.known.repeats(self._row_key(row)):
                 counted[kind] = counted.get(kind, 0) + 1
         if counted:
             kinds = {Kind(kind).name.lower(): number for kind, number in counted.items()}
@@ -311,7 +305,7 @@ class Reporter:
             verdicts.tell(self._switch, self._config, violation and self._told(violation), self._late)
 
     def _deliver(self, violation: Violation) -> None:
-        self._known[_key_of(violation)] = True
+        self.known.tell(key_of(violation))
         self._condemn(violation)
         violation = self._told(violation)
         self.delivered[violation.kind] += 1
@@ -410,7 +404,7 @@ class Reporter:
         return None if word is None else self.table_names[row[word]]
 
     def _row_key(self, row: Sequence[int]) -> int:
-        """`_key_of` the row's finding."""
+        """`key_of` the row's finding."""
         kind, state = row[Row.KIND], self._states[row[Row.REGION]]
         if kind == Kind.READ_LENGTH:
             more = row[Row.FOUND_VALUE] - row[Row.STORED_VALUE]
@@ -424,37 +418,9 @@ class Reporter:
             return hash((*key, _known(row[Row.POSITION]), self.writers.name(row[Row.WRITER])))
         return hash(key)
 
-    def _repeats(self, key: int) -> bool:
-        """Whether the finding was reported before. A persistent fault is found by every check; a fault in a rewritten
-        slot, or with other bytes, is new."""
-        if key in self._known:
-            self._known.move_to_end(key)
-            self.repeated += 1
-            return True
-        return False
-
-    def _remember(self, key: int) -> None:
-        self._known[key] = False
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-            self.forgotten += 1
-
 
 _FOUND = frozenset({Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE, Kind.READ_LENGTH})
 """Kinds with a `Violation.found_value`, and one in their rows."""
-
-
-def _key_of(v: Violation) -> int:
-    """A number for the finding, the same for a repeated one."""
-    key: tuple[object, ...] = (v.kind, v.region, v.slot, v.source, v.step_written, v.found_value)
-    if v.kind is Kind.CACHE_STRUCTURE:
-        key = (*key, v.rule, v.node, v.detail)
-    elif v.kind is Kind.READ_LENGTH:
-        # Lengths grow with each forward; the mistake is the same.
-        key = (v.kind, v.region, v.detail, v.request, (v.found_value or 0) - (v.stored_value or 0))
-    elif v.kind is not Kind.BYTES:
-        key = (*key, v.position, v.request)
-    return hash(key)
 
 
 def _known(value: int) -> int | None:
