@@ -97,7 +97,7 @@ def test_a_cache_may_be_broken_in_several_ways(guarded, other):
 
 def test_only_so_many_findings_are_remembered(monkeypatch, guarded):
     """The one that was seen longest ago is forgotten first, and told again."""
-    monkeypatch.setattr("canary_core.guard.reporting.findings.REMEMBERED", 2)
+    monkeypatch.setattr("canary_core.guard.reporting.known.REMEMBERED", 2)
     first, second, third = (replace(FLIP, slot=slot) for slot in (1, 2, 3))
     assert guarded.canary.report([first, second, first, third]) == 3
     assert guarded.canary.report([first]) == 0

@@ -54,7 +54,7 @@ class BlockMessage:
     """All actions on blocks since the last message. ``number`` counts up by one, so that a worker notices a loss.
     ``broken``: why blocks can't be followed any more, None if they can. ``loads``: KV from elsewhere. ``swept``: result
     of a sweep of the prefix cache, None without one. ``emptied``: no block and nothing outside of the pool holds KV,
-    see `Ledger.emptied`. ``salts``: those of new requests, by name."""
+    see `Ledger.emptied`. ``salts``, ``traces``: cache salts of new requests, and a ``traceparent``, by name."""
 
     number: int
     events: list[BlockEvent] = field(default_factory=list)
@@ -63,6 +63,7 @@ class BlockMessage:
     swept: BlockSweep | None = None
     emptied: bool = False
     salts: dict[str, str] = field(default_factory=dict)
+    traces: dict[str, str] = field(default_factory=dict)
 
 
 LOST, NEVER = 3, 64

@@ -24,7 +24,8 @@ class Incident:
     Canary's incidents from 1, 0 until it was told. ``told``: whether its ``incident`` event was due, after which the
     root stays. ``diagnoses``: what probably happened, the surest first; empty until somebody has looked. ``bundle``:
     the directory that was written, None if none was. ``signature``: the sort of the incident, in words, empty until
-    then; ``suppressed``: why nobody needs to act on it, empty if somebody should.
+    then; ``suppressed``: why nobody needs to act on it, empty if somebody should. ``traces``: the
+    ``traceparent`` of each request whose trace is known.
     """
 
     root: Violation
@@ -40,6 +41,7 @@ class Incident:
     bundle: str | None = None
     signature: str = ""
     suppressed: str = ""
+    traces: dict[str, str] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -69,6 +71,16 @@ class Incident:
         if leads and not self.told and precedes(violation, self.root):
             self.root = violation
 
+    def trace(self, traces: dict[str, str]) -> None:
+        """Requests that belong to traces, each with its ``traceparent``; about `MOST_KEPT` are kept."""
+        if traces and len(self.traces) < MOST_KEPT:
+            self.traces |= traces
+
+    @property
+    def trace_ids(self) -> dict[str, str]:
+        """The trace ids, 32 hexadecimal digits, by request."""
+        return {name: traceparent.split("-")[1] for name, traceparent in self.traces.items()}
+
     def merge(self, other: "Incident") -> None:
         """Takes over what ``other`` has; both untold."""
         counted = dict(other.kinds)
@@ -77,6 +89,7 @@ class Incident:
             counted[violation.kind] -= 1
         for kind, number in counted.items():
             self.kinds[kind] = self.kinds.get(kind, 0) + number
+        self.trace(other.traces)
 
     def fields(self) -> dict[str, object]:
         """Fields of the ``incident`` event: place and kind of the root, and counts of its consequences."""
@@ -90,6 +103,8 @@ class Incident:
             out["requests"] = names[:NAMED] + ([f"and {len(names) - NAMED} more"] if len(names) > NAMED else [])
             if self.last_step != self.root.step:
                 out["last_step"] = self.last_step
+        if self.traces:
+            out["traces"] = list(dict.fromkeys(self.trace_ids.values()))[:NAMED]
         return {**out, "explanation": self.root.explanation}
 
     def __str__(self) -> str:

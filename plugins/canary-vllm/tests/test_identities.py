@@ -75,3 +75,23 @@ def test_a_prefix_hit_across_identities_is_told(engine, monkeypatch, identities,
         assert found.stored_identity.startswith(said[0])
         assert found.identity.startswith(said[1])
         assert found.identity != found.stored_identity
+
+
+@ONLY
+def test_a_finding_has_the_trace_of_its_request(engine):
+    """From the headers that vLLM keeps with a request, through the scheduler's message, to the event; others have
+    none."""
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with guarded.guard(engine.small) as guard:
+        engine.small.submit("traced", PROMPT, 8, trace_headers={"traceparent": traceparent, "tracestate": "a=b"})
+        engine.small.submit("other", PROMPT[::-1], 8)
+        for _ in range(3):
+            engine.small.step()
+        engine.small.poke(0, "k", "traced", 40)
+        while engine.small.step():
+            pass
+        guard.canary.drain()
+        (event,) = guard.findings.told("incident")
+        assert event.fields["stored_request"].startswith("traced")
+        assert event.fields["traces"] == ["0af7651916cd43dd8448eb211c80319c"]
+        assert guard.canary.writers.traces("traced", "other") == {"traced": traceparent}

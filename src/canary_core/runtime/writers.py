@@ -1,5 +1,6 @@
 """`Writers`: gives requests small numbers for their slots' records, and the anchors of their prefix hashes."""
 
+import re
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
@@ -13,6 +14,9 @@ from canary_core.runtime.identities import Identities, Identity, name_key, told
 
 MOST_DIGESTS = 4096
 """Digests of unusual names at hand."""
+
+TRACEPARENT = re.compile("[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+"""A ``traceparent`` of W3C Trace Context: version, trace id, id of the parent's span, flags."""
 
 Key = str | bytes
 
@@ -35,6 +39,7 @@ class Writers:
         """Names beyond ``capacity``: findings have a number in their place."""
         self.identities = Identities(capacity)
         self._anchors: OrderedDict[Key, int] = OrderedDict()
+        self._traces: OrderedDict[str, str] = OrderedDict()
         self.anchors_forgotten = 0
         """Requests beyond ``capacity`` with a forgotten identity: their next rows have the common anchor."""
         self._last: tuple[list[str], Tensor] | None = None
@@ -81,6 +86,8 @@ class Writers:
         self._last = None
         key = self._key(request)
         self._anchors.pop(key, None)
+        if self._traces:
+            self._traces.pop(told(request), None)
         if self._began:
             self._began.pop(told(request), None)
         old = self._ids.pop(key, None)
@@ -107,6 +114,19 @@ class Writers:
         found = self.identities.anchor(lora=lora, cache_salt=cache_salt, extra_key=extra_key)
         if found != COMMON_ANCHOR:
             self._set(key, found)
+
+    def trace(self, request: str, traceparent: str | None) -> None:
+        """The request belongs to a trace, by the ``traceparent`` of W3C Trace Context that its client sent; None, or
+        anything else: to none. Holds until `forget`, also after the request's end."""
+        if traceparent is not None and TRACEPARENT.fullmatch(traceparent):
+            self._traces[told(request)] = traceparent
+            if len(self._traces) > self._capacity:
+                self._traces.popitem(last=False)
+
+    def traces(self, *requests: str | None) -> dict[str, str]:
+        """Each of ``requests``, as it is `told`, with its ``traceparent``, where one is known."""
+        known = self._traces
+        return {name: known[name] for name in requests if name is not None and name in known} if known else {}
 
     def began(self, request: str) -> int:
         """Number of the last change of the weights, or of the adapter's content, when the request began."""

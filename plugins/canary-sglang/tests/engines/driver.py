@@ -46,6 +46,7 @@ from tools import (
 )
 
 from canary_core import plugins
+from canary_core.guard.reporting.budget import PROCESS
 from engines import TESTS, fake_deepseek_v4, fake_flash_attention, speculation
 from engines.cpu_models import CPU_DEFAULTS
 from engines.gpu_models import GPU_DEFAULTS
@@ -313,10 +314,12 @@ def begin() -> tuple[dict[str, Any], TextIO]:
 
 
 def converse(answers: TextIO, call: Callable[..., Any]) -> None:
-    """Answers commands until stdin ends, and ends the process: ``call`` is given the name of each, and its keywords."""
+    """Answers commands until stdin ends, and ends the process: ``call`` is given the name of each, and its keywords.
+    Findings of one command are not fewer because another had many."""
     answers.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         command = json.loads(line)
+        PROCESS.fill()
         try:
             answer = {"result": call(command.pop("do"), **command)}
         except BaseException as error:

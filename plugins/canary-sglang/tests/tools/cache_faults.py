@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from canary_core.guard.reporting.known import Known
 from canary_core.records import POSITION, TOKEN, UNPARKED, State
 from canary_core.region import RegionKind
 from tools import builtin_canary
@@ -56,7 +57,7 @@ def break_cache(engine: Any, how: str, which: str = "any") -> dict[str, Any]:
     node = _choose(engine, which)
     engine.session.canary.drain()
     # The same node may have been broken in the same way before, which would be no news.
-    engine.session.canary._findings._known.clear()
+    engine.session.canary._findings.known = Known()
     engine.told.violations = []
     about, undo = HOW[how](engine, node)
     report = sweep(engine)

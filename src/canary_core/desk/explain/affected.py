@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from canary_core.desk.incidents.bundle import Bundle
@@ -34,12 +34,13 @@ _UNHARMED = ("not known to be wrong: its own KV was as written while the request
 @dataclass(frozen=True, slots=True)
 class Affected:
     """One request: its ``part`` in the incident, and the fate of its ``answer``. ``retract``: the answer was, or may
-    have been, computed from damaged KV, and leaves the engine."""
+    have been, computed from damaged KV, and leaves the engine. ``trace``: the id of its trace, empty where unknown."""
 
     request: str
     part: str
     answer: str
     retract: bool
+    trace: str = ""
 
 
 @dataclass(slots=True)
@@ -100,7 +101,10 @@ def affected(bundle: Bundle) -> list[Affected]:
         if name not in others or answer[1] > others[name].retract:
             others[name] = Affected(name, part, *answer)
     rest = (name for name in incident.requests if name not in read and name not in others)
-    return [*rows, *others.values(), *(Affected(name, "is named by a finding", *_UNREAD) for name in rest)]
+    every = [*rows, *others.values(), *(Affected(name, "is named by a finding", *_UNREAD) for name in rest)]
+    known = bundle.incident.get("traces")
+    traces = known if isinstance(known, dict) else {}
+    return [replace(row, trace=str(traces.get(row.request, ""))) for row in every]
 
 
 def summary(rows: Sequence[Affected], complete: bool) -> str:

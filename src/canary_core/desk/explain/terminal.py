@@ -78,9 +78,15 @@ def _say(console: Console, name: str, text: str) -> None:
 def _affected(story: Story, console: Console) -> None:
     if not story.affected:
         return
-    table = Table("request", Column("its part", overflow="fold"), Column("its answer", overflow="fold"), box=None)
+    table = Table(
+        Column("request", overflow="fold"),
+        Column("its part", overflow="fold"),
+        Column("its answer", overflow="fold"),
+        box=None,
+    )
     for row in story.affected[:MOST_SLOTS]:
-        table.add_row(escape(row.request), escape(row.part), Text(row.answer, "red" if row.retract else ""))
+        trace = f" (trace {row.trace})" if row.trace else ""
+        table.add_row(escape(f"{row.request}{trace}"), escape(row.part), Text(row.answer, "red" if row.retract else ""))
     console.print(Text("Whose answers", "bold"))
     console.print(table, "")
 

@@ -195,6 +195,7 @@ def _incident(incident: Incident) -> dict[str, object]:
         "diagnoses": [d.fields() for d in incident.diagnoses],
         "signature": incident.signature,
         "suppressed": incident.suppressed,
+        **({"traces": incident.trace_ids} if incident.traces else {}),
     }
 
 

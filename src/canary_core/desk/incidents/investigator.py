@@ -18,11 +18,12 @@ from canary_core.desk.incidents.evidence import Taken, take
 from canary_core.desk.incidents.patterns import patterns
 from canary_core.desk.incidents.rotation import Limits
 from canary_core.desk.incidents.signature import Signature, signature
+from canary_core.desk.incidents.spans import add_spans
 from canary_core.desk.incidents.suppressions import Suppressions
 from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.guard.canary import Canary
-from canary_core.incident import Incident
+from canary_core.incident import NAMED, Incident
 from canary_core.kinds.case import Pattern
 from canary_core.runtime.streams import capturing
 
@@ -210,7 +211,11 @@ class Investigator:
             fields["bundle"] = incident.bundle
         if incident.suppressed:
             fields["suppressed"] = incident.suppressed
+        if incident.traces:
+            fields["traces"] = list(dict.fromkeys(incident.trace_ids.values()))[:NAMED]
         inquiry.canary.tell(Event("diagnosis", "warning" if incident.suppressed else "error", fields))
+        if incident.traces:
+            add_spans(incident)
 
     def _suppressed(self, canary: Canary, sort: Signature) -> str:
         try:

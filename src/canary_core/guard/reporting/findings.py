@@ -312,6 +312,7 @@ class Reporter:
         place = (violation.kind, violation.region)
         self.found[place] = self.found.get(place, 0) + 1
         incident = self.incidents.add(violation)
+        incident.trace(self.writers.traces(violation.request, violation.stored_request))
         if self._first is None or self._first not in self.incidents:
             self._first = incident
         self._tell(violation)

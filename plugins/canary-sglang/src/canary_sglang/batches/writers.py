@@ -54,6 +54,7 @@ class RequestWriters:
             if self._requests.get(request.rid) is not request:
                 self._requests[request.rid] = request
                 self.writers.forget(request.rid)
+                self.writers.trace(request.rid, schedulers.traceparent(request))
                 self._names = []
                 self._identify(request)
                 if schedulers.embedded(request):

@@ -83,6 +83,21 @@ def identity(request: Any, adapters: bool = True) -> dict[str, str | None]:
     return {name: str(value) for name, value in parts.items() if value}
 
 
+def traceparent(request: Any) -> str | None:
+    """The ``traceparent`` of a request's own span, None where SGLang does not trace the request."""
+    context = getattr(getattr(request, "time_stats", None), "trace_ctx", None)
+    if getattr(context, "tracing_enable", False) is not True:
+        return None
+    # Spans that another process exports, or those of this one.
+    carrier, own = getattr(context, "_root_span_carrier", None), getattr(context, "root_span_context", None)
+    if not isinstance(carrier, dict) and own is not None:
+        from opentelemetry import propagate
+
+        carrier = {}
+        propagate.inject(carrier, own)
+    return carrier.get("traceparent") if isinstance(carrier, dict) else None
+
+
 def searches_beams(request: Any) -> bool:
     """Whether a beam search decides a request's next token: not the one sampled for its row."""
     width = getattr(getattr(request, "sampling_params", None), "beam_width", None)

@@ -63,6 +63,8 @@ class BlockRecorder:
                 self._message.swept = sweep(self._manager)
         new = [self._requests.get(request.req_id) for request in output.scheduled_new_reqs]
         self._message.salts = {r.request_id: r.cache_salt for r in new if getattr(r, "cache_salt", None)}
+        traced = ((r.request_id, (getattr(r, "trace_headers", None) or {}).get("traceparent")) for r in new)
+        self._message.traces = {name: traceparent for name, traceparent in traced if traceparent}
         messages.attach(output, self._message)
         self._message = BlockMessage(self._message.number + 1, broken=self._message.broken)
         self._fresh.clear()

@@ -50,7 +50,9 @@ class Requests:
             self._live.add(new.req_id)
             self.writers.forget(new.req_id)
             self._names = []
-            salt = getattr(messages.attached(output), "salts", {}).get(new.req_id)
+            message = messages.attached(output)
+            self.writers.trace(new.req_id, getattr(message, "traces", {}).get(new.req_id))
+            salt = getattr(message, "salts", {}).get(new.req_id)
             self._begun[new.req_id] = adapter_name(new.lora_request), salt, began
             # V2 sends all that is computed again after a preemption; V1 the prompt.
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
