@@ -343,7 +343,7 @@ def test_a_row_and_its_finding_are_remembered_alike(guarded, kind):
         one = row(KIND=kind, **fields)
         reporter = guarded.canary._findings
         reporter.take([reporter.decode(one)])
-        assert reporter._repeats(reporter._row_key(one))
+        assert reporter.known.repeats(reporter._row_key(one))
 
 
 def test_what_is_counted_is_told_by_the_watch_once_a_minute_while_the_engine_idles(clock):

@@ -49,12 +49,14 @@ from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknow
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.ops.upload import upload
+from canary_core.runtime.streams import BatchRows
 
 __all__ = [
     "CHECKED_DTYPES",
     "TABLE_STEP",
     "AdapterContents",
     "Answer",
+    "BatchRows",
     "BlockBreach",
     "BlockEvent",
     "BlockEvents",

@@ -140,6 +140,7 @@ def test_kernels_equal_reference_on_the_gpu(seed):
     run(seed, "cuda")
 
 
+@pytest.mark.timeout(900)
 def test_kernels_equal_reference_whatever_is_found():
     """The same over fixed seeds, among which every kind of finding that a device raises is, a probe, and forwards that
     compute, and read, tokens that the sampler gave and others, and some that the engine has replaced: the fuzz above is

@@ -1,10 +1,11 @@
 """State of a device's streams: current stream, capture, events."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @cache
@@ -35,6 +36,28 @@ def current_handle(device: torch.device) -> int:
     """Handle of the current stream of a GPU, different for each stream, at a tenth of the cost of
     `torch.cuda.current_stream`; Triton asks in the same way."""
     return torch._C._cuda_getCurrentRawStream(0 if device.index is None else device.index)
+
+
+class BatchRows:
+    """A tensor with a row for each request of a batch, made anew where the requests are others than those of the last
+    call on the current stream. Each stream has its own: it doesn't wait for the copy that another has issued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: dict[int, tuple[list[str], Tensor]] = {}
+
+    def of(self, requests: Sequence[str], make: Callable[[], Tensor]) -> Tensor:
+        """The rows of ``requests``: the last ones, or those of ``make``, issued on the current stream. Must not be
+        written to."""
+        stream = current_handle(self._device) if _on_gpu(self._device) else 0
+        last = self._last.get(stream)
+        if last is None or last[0] != requests:
+            last = self._last[stream] = list(requests), make()
+        return last[1]
+
+    def clear(self) -> None:
+        """The next call makes the rows anew."""
+        self._last.clear()
 
 
 def current(device: torch.device) -> torch.cuda.Stream:

@@ -11,6 +11,7 @@ from canary_core.kinds.facts import Facts
 from canary_core.ops.hashing import COMMON_ANCHOR, mixed, signed
 from canary_core.ops.upload import upload
 from canary_core.runtime.identities import Identities, Identity, name_key, told
+from canary_core.runtime.streams import BatchRows
 
 MOST_DIGESTS = 4096
 """Digests of unusual names at hand."""
@@ -42,7 +43,7 @@ class Writers:
         self._traces: OrderedDict[str, str] = OrderedDict()
         self.anchors_forgotten = 0
         """Requests beyond ``capacity`` with a forgotten identity: their next rows have the common anchor."""
-        self._last: tuple[list[str], Tensor] | None = None
+        self._rows: dict[torch.device, BatchRows] = {}
         # The weights with which a request began, for those that began after a change, by the name that is told.
         self._began: dict[str, int] = {}
         self._every = torch.device("cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
@@ -83,7 +84,7 @@ class Writers:
     def forget(self, request: str) -> None:
         """Ends the request's history (a fork or a reused name): the next use gets a new id. Slots written under the old
         id keep the name, for the last ``capacity`` requests."""
-        self._last = None
+        self._rows.clear()
         key = self._key(request)
         self._anchors.pop(key, None)
         if self._traces:
@@ -103,7 +104,7 @@ class Writers:
     ) -> None:
         """Sets the conditions of the request's computation beside its tokens, see `Identities.anchor`. Holds until
         `forget`."""
-        self._last = None
+        self._rows.clear()
         key = self._key(request)
         self._anchors.pop(key, None)
         if self.identities.weights:
@@ -160,14 +161,15 @@ class Writers:
         on the current stream. The result must not be written to."""
         if not self._anchors:
             return self._commons(len(requests), device)
-        last = self._last
-        if last is None or last[0] != requests:
-            if self._anchors.keys().isdisjoint(map(self._key, requests)):
-                rows = self._commons(len(requests), device)
-            else:
-                rows = upload([self.anchor(request) for request in requests], device)
-            last = self._last = list(requests), rows
-        return last[1]
+        rows = self._rows.get(device)
+        if rows is None:
+            rows = self._rows[device] = BatchRows(device)
+        return rows.of(requests, lambda: self._made(requests, device))
+
+    def _made(self, requests: Sequence[str], device: torch.device) -> Tensor:
+        if self._anchors.keys().isdisjoint(map(self._key, requests)):
+            return self._commons(len(requests), device)
+        return upload([self.anchor(request) for request in requests], device)
 
     def carried(self, found: Facts) -> bool:
         """Whether the finding of kind ``prefix`` only says that a request goes on across a change of the weights, or
@@ -197,7 +199,7 @@ class Writers:
         return self.identities.pair(COMMON_ANCHOR if whose is None else self.anchor(whose), should_be, stored)
 
     def _set(self, key: Key, anchor: int) -> None:
-        self._last = None
+        self._rows.clear()
         self._anchors[key] = anchor
         if len(self._anchors) > self._capacity:
             self._anchors.popitem(last=False)

@@ -10,6 +10,7 @@ from canary_transformers.demo import TransformersDemo
 from tiny.batching import HAS_POOL
 
 from canary_core import Canary, Kind, hookimpl
+from canary_core.guard.reporting.budget import PROCESS
 from canary_core.kit.engines import Job, Traffic
 from canary_core.kit.settings import default_config, strict_config
 from canary_core.testing import Findings
@@ -45,11 +46,12 @@ class Exponent:
     ("model", "seed", "settings"),
     [("llama", 8, strict_config), ("gemma3", 8, strict_config), ("llama", 8, default_config)],
 )
-def test_no_incident_says_that_a_store_was_lost(model, seed, settings):
+def test_no_incident_says_that_a_store_was_lost(model, seed, settings, monkeypatch):
     """Hundreds of writes leave NaN where NaN was, of requests that never read the damage, too: all are findings of the
     incidents about wrong numbers."""
     heard, flip = Findings(), Exponent(seed)
     config = settings(incident_limit=0, read_interval=1)
+    monkeypatch.setattr(PROCESS, "spend", lambda seconds: None)
     TransformersDemo().serve(Job(model, seed, Traffic.of(30, seed), config, (heard, flip), lambda: None))
     assert flip.done
     assert sum(v.kind is Kind.LOST_WRITE for v in heard.violations) > 50

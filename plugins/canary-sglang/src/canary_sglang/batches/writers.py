@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canary_adapters import EmbeddedRequests, upload
+from canary_adapters import BatchRows, EmbeddedRequests, upload
 from canary_core import Writers
 from canary_sglang.compat import schedulers
 
@@ -36,8 +36,7 @@ class RequestWriters:
         self._doubled: frozenset[str] = frozenset()
         # The identity of the first request of each streaming session.
         self._sessions: WeakKeyDictionary[Any, dict[str, str | None]] = WeakKeyDictionary()
-        self._names: list[str] = []
-        self._ids = torch.empty(0, dtype=torch.int32, device=device)
+        self._ids = BatchRows(device)
 
     def notice(self, requests: Sequence[Any]) -> None:
         """Takes SGLang's `Req` objects of the next forward. A new object with a known name is another request, so the
@@ -55,7 +54,7 @@ class RequestWriters:
                 self._requests[request.rid] = request
                 self.writers.forget(request.rid)
                 self.writers.trace(request.rid, schedulers.traceparent(request))
-                self._names = []
+                self._ids.clear()
                 self._identify(request)
                 if schedulers.embedded(request):
                     self.embedded.add(request.rid)
@@ -100,8 +99,8 @@ class RequestWriters:
 
     def ids(self, names: Sequence[str]) -> Tensor:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to."""
-        if names != self._names:
-            self._names = list(names)
-            ids = [-1 if name in self._doubled else self.writers.id(name) for name in names]
-            self._ids = upload(ids, self._device, torch.int32)
-        return self._ids
+        return self._ids.of(names, lambda: self._made(names))
+
+    def _made(self, names: Sequence[str]) -> Tensor:
+        ids = [-1 if name in self._doubled else self.writers.id(name) for name in names]
+        return upload(ids, self._device, torch.int32)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import EmbeddedRequests, Prompts, RequestBlocks, upload
+from canary_adapters import BatchRows, EmbeddedRequests, Prompts, RequestBlocks, upload
 from canary_core import Writers
 from canary_vllm.allocator import messages
 from canary_vllm.weights import adapter_name
@@ -26,8 +26,7 @@ class Requests:
         self.embedded = EmbeddedRequests()
         self._live: set[str] = set()
         self._begun: dict[str, tuple[str | None, str | None, int | None]] = {}
-        self._names: list[str] = []
-        self._ids = torch.empty(0, dtype=torch.int32, device=device)
+        self._ids = BatchRows(device)
 
     def notice(self, output: Any) -> None:
         """Takes the scheduler's message for the next forward."""
@@ -49,7 +48,7 @@ class Requests:
             began = self.writers.began(new.req_id) if new.req_id in self._live else None
             self._live.add(new.req_id)
             self.writers.forget(new.req_id)
-            self._names = []
+            self._ids.clear()
             message = messages.attached(output)
             self.writers.trace(new.req_id, getattr(message, "traces", {}).get(new.req_id))
             salt = getattr(message, "salts", {}).get(new.req_id)
@@ -73,7 +72,4 @@ class Requests:
     def ids(self, names: Sequence[str]) -> Tensor:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to. The requests
         of the batch before in the same order, as in decode, cost one comparison of lists."""
-        if names != self._names:
-            self._names = list(names)
-            self._ids = upload([self.writers.id(name) for name in names], self._device, torch.int32)
-        return self._ids
+        return self._ids.of(names, lambda: upload([self.writers.id(n) for n in names], self._device, torch.int32))
