@@ -335,8 +335,9 @@ def test_where_nothing_can_be_judged_it_is_tried_less_and_less():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_compiler_works_beside_the_engine():
-    """Tables of a kind that nothing was compiled for: left out, then compared."""
+def test_on_a_gpu_the_compiler_works_beside_the_engine(tmp_path, monkeypatch):
+    """Tables of a kind that nothing was compiled for, here and in earlier runs: left out, then compared."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     g = Guarded(ToyEngine(device="cuda"), table_interval=2)
     g.submit("a", 3)
     deadline = time.monotonic() + 120
