@@ -16,13 +16,16 @@ from canary_core.ops.upload import upload
 class BlockLoad:
     """KV of ``request`` comes from elsewhere, from position ``first`` on. ``tokens``: all of its tokens up to the last
     one brought. ``blocks``: of each group, the blocks from the one of position ``first`` on, 0 for none. ``known``:
-    whether the tokens say what is computed."""
+    whether the tokens say what is computed. ``lora``, ``cache_salt``: see `Writers.identify`; a request that waits for
+    its KV has not been scheduled yet."""
 
     request: str
     tokens: list[int]
     first: int
     blocks: list[list[int]]
     known: bool = True
+    lora: str | None = None
+    cache_salt: str | None = None
 
     def slots(
         self, group: BlockGroup, device: torch.device, computed: int | None = None

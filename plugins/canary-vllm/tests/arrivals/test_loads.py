@@ -52,9 +52,9 @@ class Guarded:
         (session,) = HOOKS.sessions
         return session.canary
 
-    def serve(self, prompts: list[list[int]], name: str) -> list[list[int]]:
+    def serve(self, prompts: list[list[int]], name: str, **more: Any) -> list[list[int]]:
         """Answers; what vLLM's own cache has is given up, so that the connector is asked."""
-        answers = self.engine.serve(prompts, 6, name)
+        answers = self.engine.serve(prompts, 6, name, **more)
         self.engine.scheduler.reset_prefix_cache()
         return answers
 
@@ -111,6 +111,21 @@ def test_clean_reloads_are_silent(engine, store, wait_steps):
         assert matched == compared == store.loads > 100
         assert (unclear, unknown) == (0, 0)
         assert guarded.canary.stats()["unknown_slots"] == 0
+
+
+@pytest.mark.parametrize("wait_steps", [0, 3], ids=["while the forward runs", "steps before"])
+def test_clean_reloads_of_salted_requests_are_silent(engine, store, wait_steps):
+    """A request that waits for its KV has its salt from then on, not only once it is scheduled."""
+    asked = prompts(1)
+    with guard(engine) as guarded:
+        store.wait_steps = wait_steps
+        first = guarded.serve(asked, "first", cache_salt="bob's")
+        for turn in range(3):
+            assert guarded.serve(asked, f"again {turn}", cache_salt="bob's") == first
+        assert guarded.found() == []
+        matched, unknown = guarded.counts("matched", "unknown")
+        assert matched > 0
+        assert unknown == 0
 
 
 @pytest.mark.parametrize("wait_steps", [0, 3], ids=["while the forward runs", "steps before"])

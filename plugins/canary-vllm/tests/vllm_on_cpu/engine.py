@@ -157,11 +157,11 @@ class SmallEngine:
                 return True
         return False
 
-    def serve(self, prompts: Sequence[Sequence[int]], new_tokens: int, name: str = "r") -> list[list[int]]:
-        """Answers to ``prompts``, all at once."""
+    def serve(self, prompts: Sequence[Sequence[int]], new_tokens: int, name: str = "r", **more: Any) -> list[list[int]]:
+        """Answers to ``prompts``, all at once. ``more``: as of `submit`."""
         names = [f"{name}-{i}" for i in range(len(prompts))]
         for one, prompt in zip(names, prompts, strict=True):
-            self.submit(one, prompt, new_tokens)
+            self.submit(one, prompt, new_tokens, **more)
         while self.step():
             pass
         return [self.answers[one] for one in names]

@@ -10,6 +10,7 @@ from canary_adapters import BlockEvent, BlockLoad, BlockMessage, BlockSort, add_
 from canary_core import Event, Patches, emit
 from canary_vllm.allocator import messages
 from canary_vllm.prefix_cache.structure import sweep
+from canary_vllm.weights import adapter_name
 
 
 class BlockRecorder:
@@ -165,7 +166,8 @@ class BlockRecorder:
         tokens = list(request.all_token_ids[: first + brought])
         # With embeddings in the place of tokens the prefix can't be known.
         known = getattr(request, "prompt_embeds", None) is None
-        self._message.loads.append(BlockLoad(request.request_id, tokens, first, brought_to, known))
+        conditions = adapter_name(request.lora_request), getattr(request, "cache_salt", None)
+        self._message.loads.append(BlockLoad(request.request_id, tokens, first, brought_to, known, *conditions))
 
     @contextmanager
     def _guard(self, where: str) -> Iterator[None]:

@@ -60,6 +60,10 @@ class Requests:
             elif tokens is not None:
                 self.prompts.give(new.req_id, upload(tokens, torch.device("cpu")))
         self.identify()
+        for load in getattr(messages.attached(output), "loads", ()):
+            if load.request not in self._live:
+                # It waits for its KV, and begins once that is there.
+                self.writers.identify(load.request, lora=load.lora, cache_salt=load.cache_salt)
 
     def identify(self) -> None:
         """Tells what the requests that begin with the last message are computed with. Those that V2 sends again, as
