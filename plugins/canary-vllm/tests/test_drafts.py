@@ -5,8 +5,18 @@ from vllm_on_cpu.scripts import told_by
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 
+COVERED_BY = "eagle and draft_model: layers in the target's groups, and in groups of their own"
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model"])
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "eagle",
+        pytest.param("eagle3", marks=pytest.mark.beyond_ci(COVERED_BY)),
+        pytest.param("mtp", marks=pytest.mark.beyond_ci(COVERED_BY)),
+        "draft_model",
+    ],
+)
 def test_a_draft_models_layers_are_guarded(method):
     """Drafts that are accepted and rejected, chunked prefill, prefix hits, preemption, and requests that become too
     long to be drafted for: silent, answers as without Canary, every byte that a drafter writes is claimed, what the

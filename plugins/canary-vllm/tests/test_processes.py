@@ -16,7 +16,11 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 
 @pytest.mark.parametrize(
     ("options", "regions"),
-    [(("llama",), ["full"]), (("llama", "eagle"), ["full", "draft"]), (("lfm2",), ["full", "state"])],
+    [
+        pytest.param(("llama",), ["full"], marks=pytest.mark.beyond_ci("the same with a draft model")),
+        (("llama", "eagle"), ["full", "draft"]),
+        (("lfm2",), ["full", "state"]),
+    ],
 )
 def test_the_v2_runner_is_guarded(options, regions):
     """The V2 runner, with Triton's interpreter: silent under preemption and prefix hits, answers as without Canary, a
