@@ -42,11 +42,22 @@ class Guard:
         self._cache_numbers = count(1)
         self._ended: Tally[str] = Tally()
         self._unguarded: set[tuple[str, str]] = set()
+        self._blind = self._powerless = False
         self.witness = Witness()
         """Of all caches of `generate()` and of direct calls, which come and go."""
         if config.mode != "off":
             HOOKS.add(self)
             GENERATE.add(self)
+
+    @property
+    def judges(self) -> bool:
+        """Whether the caches of an answer of `generate()` are kept until it is complete, to be compared or judged."""
+        return self.config.mode != "off" and (self.config.hit_check or self.config.on_violation != "report")
+
+    @property
+    def withholds(self) -> bool:
+        """Whether `generate()` compares all KV of an answer before it returns the answer."""
+        return self.config.on_violation == "protect" and self.config.mode == "log"
 
     @property
     def violations(self) -> list[Violation]:
@@ -119,14 +130,26 @@ class Guard:
         pad = getattr(model.get_input_embeddings(), "padding_idx", None)
         hooks = self._hooks(model)
         hooks.register(GivenEmbeddingFilter(placeholder_tokens(model)))
+        if self.config.hit_check and self.config.bytes == "off" and not self._blind:
+            self._blind = True
+            emit(Event("hits_unchecked", "error", {"reason": "CANARY_BYTES=off: no bytes are known"}), hooks)
         cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, hooks, self.witness, pad)
         self._caches.append(cache)
+        if self.config.on_violation != "report" and _ranks(model) > 1:
+            # One that raised alone would leave the others waiting in their next collective.
+            cache.let_pass()
+            if not self._powerless:
+                self._powerless = True
+                reason = "generate() runs on ranks of tensor parallelism, which can't raise together"
+                emit(Event("quarantine_failed", "error", {"reason": reason}), hooks)
         return cache
 
     def open_cross(self, model: Any, own: GuardedCache) -> GuardedCache:
         """Begins to guard the cross-attention half of the cache whose other half is ``own``."""
         cache = CrossCache(f"{own.name} encoder", self.config, self._hooks(model))
         self._caches.append(cache)
+        if _ranks(model) > 1:
+            cache.let_pass()
         return cache
 
     def retire_cache(self, cache: GuardedCache) -> None:
@@ -160,6 +183,12 @@ class Guard:
     def _hooks(self, model: Any) -> pluggy.PluginManager:
         """One manager per cache: findings do not name their model or guard."""
         return private_hooks(embedding_filter(model), self, *self._plugins)
+
+
+def _ranks(model: Any) -> int:
+    """Number of ranks with a shard of ``model`` each."""
+    mesh = getattr(model, "_device_mesh", None)
+    return 1 if mesh is None else int(mesh.size())
 
 
 def guard(model: Any, **config: object) -> Guard:

@@ -60,6 +60,7 @@ class ContinuousSession(EngineSession):
         """Whether the first batch is still to come, updated only after the second one."""
         self._prompts: dict[str, Sequence[int]] = {}
         self._answers: dict[str, Sequence[int]] = {}
+        self._errors: dict[str, str | None] = {}
 
     def _engine_options(self, model: ModelName) -> dict[str, Any]:
         return {"page_size": PAGE_TOKENS, "num_blocks": POOL_TOKENS // PAGE_TOKENS, "auto_switch_to_flash": False}
@@ -84,11 +85,16 @@ class ContinuousSession(EngineSession):
             self._behind = False
         while (output := self._manager.get_result(timeout=0)) is not None:
             self._answers[output.request_id] = tuple(output.generated_tokens)
+            self._errors[output.request_id] = output.error
         return True
 
     def answer(self, request: str) -> Sequence[int]:
         """The answer streamed so far."""
         return self._answers[request]
+
+    def error(self, request: str) -> str | None:
+        """The error that ended the request, if one did."""
+        return self._errors.get(request)
 
     def poke(self, layer: int, half: str, request: str, position: int) -> None:
         """Flips a bit, found through the request's block table. A block has a page for each layer of its attention

@@ -180,6 +180,44 @@ def watch_blocks(processor: Any, events: BlockListener, patches: Patches) -> Non
     _watch_ownership(cache, events, patches)
 
 
+def unable_to_act(processor: Any) -> str | None:
+    """The reason why no request of a `ContinuousBatchProcessor` can be taken back; None where one can."""
+    if not hasattr(processor.cache, "cache_allocators"):
+        return "this Transformers has no pool of blocks to act on; install 5.18 or later"
+    if processor.distributed_helper.tp_size > 1:
+        return "ranks of tensor parallelism schedule each for itself, and one can't tell the others what it found"
+    allocator = next(iter(processor.cache.cache_allocators.values()))
+    hooked = [
+        (processor, "prepare_next_batch", ()),
+        (processor.inputs_and_outputs, "prepare_batch_update", ()),
+        (processor.output_router, "fail_and_deliver", ("state", "error")),
+        (processor.scheduler, "finish_request", ("request_id",)),
+        (processor.scheduler, "add_waiting_request", ("state",)),
+        (allocator, "mark_complete_blocks", ("request_id", "token_ids")),
+        (allocator.ledger, "evict_cached_blocks", ()),
+    ]
+    targets = [(owner, HookTarget(f"{type(owner).__name__}.{name}", names)) for owner, name, names in hooked]
+    return next((problem for owner, target in targets if (problem := target.problem(owner))), None)
+
+
+def evict(cache: Any, allocator: Any, blocks: set[int]) -> None:
+    """Makes ``blocks``, each with a hash, unknown to prefix sharing. Those without a request go back to the pool, by
+    the engine's own eviction; others do when their requests let go."""
+    ledger = allocator.ledger
+    kept = {block: None for block in ledger.cached_blocks if block not in blocks}
+    ledger.cached_blocks = {block: None for block in ledger.cached_blocks if block in blocks}
+    try:
+        gone = ledger.evict_cached_blocks()
+    finally:
+        ledger.cached_blocks = kept
+    if gone:
+        cache.pool.free_blocks(allocator.index, gone)
+    for block in blocks.difference(gone):
+        hashed = ledger.block_to_hash.pop(block, None)
+        if ledger.hash_to_block.get(hashed) == block:
+            del ledger.hash_to_block[hashed]
+
+
 def _allocator_group(name: str, allocator: Any) -> KVGroup:
     stride = allocator.block_physical_stride
     slots = allocator.tokens_per_page

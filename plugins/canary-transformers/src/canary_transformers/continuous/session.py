@@ -18,6 +18,7 @@ from canary_core import BatchView, Canary, CanaryConfig, Event, Overlap, Patches
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
 from canary_transformers.continuous.pool import PagedCachePool
+from canary_transformers.continuous.protection import Protection
 from canary_transformers.continuous.tables import GivenTables
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload_lists
@@ -109,6 +110,10 @@ class Session:
         if self.canary.step.stores.on:
             self._patches.follow(cache, "update", self._updated)
         compat.watch_blocks(processor, self, self._patches)
+        # Blocks that requests came to share since the last forward, by group.
+        self._hits: dict[int, dict[int, None]] = {}
+        self._check_hits = self._follows_hits(cache)
+        self._protect(processor)
         if beside:
             compat.watch_inputs(self._io, self._inputs_change, self._patches)
 
@@ -196,6 +201,8 @@ class Session:
         if not blocks or not self.canary.enabled:
             return
         with self.canary.guard("canary_transformers: ownership"):
+            if event == "share" and self._check_hits:
+                self._hits.setdefault(group, {}).update(dict.fromkeys(blocks))
             if not self._changes:
                 self.canary.slots.defer(self._tell_changes)
             last = self._changes[-1] if self._changes else None
@@ -208,6 +215,7 @@ class Session:
         """The pool was reset: earlier holders of blocks do not matter any more."""
         with self._ours("reset"):
             self._changes.clear()
+            self._hits.clear()
             self._away.clear()
             for g in self._groups:
                 self.canary.slots.clear(g.name, None)
@@ -224,6 +232,8 @@ class Session:
             if self._weights is None:
                 self._look()
             with self._on_stream:
+                if self._hits:
+                    self._compare_hits()
                 first = self.canary.step.issues_first(self._overlap)
             followed = not first and self._check(batch_data, Overlap.NONE)
             try:
@@ -258,6 +268,41 @@ class Session:
             if view is not None:
                 step.before(view, overlap)
         return view is not None
+
+    def _compare_hits(self) -> None:
+        """Compares the bytes of all blocks that requests came to share, before a forward reads them."""
+        hits, self._hits = self._hits, {}
+        with self.canary.guard("canary_transformers: hits"):
+            for group in self._groups:
+                blocks = list(hits.get(group.index, ()))
+                if blocks:
+                    self.canary.count("hit_blocks", len(blocks))
+                    self.canary.slots.check(group.name, self._slots(group, blocks))
+
+    def _follows_hits(self, cache: Any) -> bool:
+        """Whether bytes of prefix hits can be compared, where they are to be."""
+        config = self.canary.config
+        reason = None
+        if config.bytes == "off":
+            reason = "CANARY_BYTES=off: no bytes are known"
+        elif not hasattr(cache, "cache_allocators"):
+            reason = "this Transformers does not tell which blocks are shared; install 5.18 or later"
+        if config.hit_check and reason is not None:
+            self.canary.tell(Event("hits_unchecked", "error", {"reason": reason}))
+        return config.hit_check and reason is None
+
+    def _protect(self, processor: Any) -> None:
+        """Acts on findings, as set by ``CANARY_ON_VIOLATION``. In raise mode the engine stops instead."""
+        mode = self.canary.config.on_violation
+        if mode == "report" or self._raises:
+            return
+        reason = compat.unable_to_act(processor)
+        if reason is not None:
+            self.canary.tell(Event("quarantine_failed", "error", {"reason": reason}))
+            return
+        protection = Protection(processor, mode, self._groups, self.canary.tell)
+        protection.follow(self._patches)
+        self.hooks.register(protection)
 
     def _after(self, followed: bool) -> None:
         """The forward was issued: records its writes, if it was checked. In log mode the step ends here for Canary: the

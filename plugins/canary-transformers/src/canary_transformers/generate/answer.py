@@ -1,22 +1,32 @@
 """`Answer`: one call of `generate()`, and the number of tokens computed by its answer's account."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from canary_transformers.generate import caches
+from canary_transformers.generate.guarded_cache import GuardedCache
 
 
 @dataclass(slots=True, eq=False)
 class Answer:
     """``prompt``: given tokens of a row. ``continues``: a cache was given, too, so that some of them may have been
-    computed before. ``seen``: tokens of forwards seen by the hook so far."""
+    computed before. ``seen``: tokens of forwards seen by the hook so far. ``halves``: the caches of these forwards with
+    their guards, kept until the answer was judged."""
 
     prompt: int
     continues: bool
     seen: int = 0
+    halves: list[tuple[Any, GuardedCache]] = field(default_factory=list)
+
+    def meets(self, half: Any, guarded: GuardedCache) -> bool:
+        """Keeps a cache; whether it is the first forward with it."""
+        if any(guarded is known for _, known in self.halves):
+            return False
+        self.halves.append((half, guarded))
+        return True
 
     @classmethod
     def begin(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Answer":

@@ -10,7 +10,8 @@ import pluggy
 import torch
 from torch import Tensor
 
-from canary_core import Canary, CanaryConfig, Event, Level, ViolationError, Witness, Writers, emit
+from canary_core import Canary, CanaryConfig, Event, Level, Verdict, ViolationError, Witness, Writers, emit, hookimpl
+from canary_transformers.errors import WithheldError
 from canary_transformers.filters import MovedBytesFilter
 from canary_transformers.generate import caches
 from canary_transformers.generate.caches import LayerView
@@ -45,6 +46,8 @@ class GuardedCache:
         self.name = name
         self.hooks = hooks
         hooks.register(MovedBytesFilter())
+        self._verdicts = Verdicts()
+        hooks.register(self._verdicts)
         # A cache has its slots for itself: there is no allocator to follow.
         self._config = config.model_copy(update={"lifetime": False, "audit": 0})
         # Not from a Canary's beginning: until its first forward ends a cache has no tensors.
@@ -161,6 +164,25 @@ class GuardedCache:
             records = self._live()
             if records is not None:
                 records.clear()
+
+    def compare(self, cache: Any) -> None:
+        """Compares the bytes of all that the cache holds, if ``CANARY_HIT_CHECK`` is on: where `generate()` goes on
+        from the cache, and, with ``CANARY_ON_VIOLATION=protect``, before its answer is returned."""
+        with self._ours("comparison"):
+            records = self._live() if self._config.hit_check and self._config.bytes != "off" else None
+            if records is None:
+                return
+            views = self._look(cache)
+            if views and views[0].keys.shape[0] == records.rows and not disagreeing(views, records.groups, records.end):
+                records.compare(views)
+
+    def let_pass(self) -> None:
+        """Findings are told, and nothing else is done about them."""
+        self.hooks.unregister(self._verdicts)
+
+    def withheld(self) -> WithheldError | None:
+        """The error for the caller in the place of what was computed from KV found to be wrong since the last call."""
+        return self._verdicts.take()
 
     def drain(self) -> None:
         """Reports everything found so far; waits for the device. Raises `ViolationError` in raise mode."""
@@ -356,6 +378,23 @@ class GuardedCache:
             raise error
         else:
             self._tell("disabled", "error", {"where": where, "error": repr(error)})
+
+
+class Verdicts:
+    """Keeps the first verdict until it is taken."""
+
+    def __init__(self) -> None:
+        self._first: Verdict | None = None
+
+    @hookimpl
+    def canary_verdict(self, verdict: Verdict) -> None:
+        """Comes at the end of the forward of the finding, on a CPU."""
+        self._first = self._first or verdict
+
+    def take(self) -> WithheldError | None:
+        """The error for the kept verdict, if there is one; then none is kept."""
+        verdict, self._first = self._first, None
+        return None if verdict is None else WithheldError.of(verdict.finding)
 
 
 def _nothing() -> None:

@@ -3,7 +3,7 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import local
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
@@ -30,6 +30,14 @@ class CacheOwner(ModelOwner, Protocol):
 
     def retire_cache(self, guarded: GuardedCache) -> None:
         """The cache is gone, or the owner: keeps its numbers, closes it."""
+
+    @property
+    def judges(self) -> bool:
+        """Whether caches are kept until an answer is complete, to be compared or judged."""
+
+    @property
+    def withholds(self) -> bool:
+        """Whether no answer is returned before all KV it was computed from was compared."""
 
     @property
     def witness(self) -> Witness:
@@ -109,6 +117,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         if owner is None:
             return call(*args, **kwargs)
         self._calls.inside = True
+        judged: Sequence[tuple[Any, GuardedCache]] = ()
         try:
             given = _arguments(model, args, kwargs)
             cache = caches.among(given.values())
@@ -124,6 +133,8 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             else:
                 halves = self._guard(owner, model, cache)
                 for half, guarded in halves:
+                    if self._meets(owner, half, guarded):
+                        guarded.compare(half)
                     guarded.before(half, forward)
                 try:
                     output = call(*args, **kwargs)
@@ -133,15 +144,24 @@ class GenerateHooks(EngineHooks[CacheOwner]):
                     raise
                 if not halves:
                     halves = self._guard(owner, model, caches.among(_parts(output)))
+                    for half, guarded in halves:
+                        self._meets(owner, half, guarded)
                 self._count(owner, forward.rows * forward.new)
                 for half, guarded in halves:
                     guarded.after(half, forward)
                 if not halves:
                     self._not_guarded(owner, model, given, forward.rows * forward.new)
+                judged = halves
         finally:
             self._calls.inside = False
         self._raise_late()
+        _withhold(judged)
         return output
+
+    def _meets(self, owner: CacheOwner, half: Any, guarded: GuardedCache) -> bool:
+        """Whether it is the first forward of a judged answer with this cache."""
+        answer = getattr(self._calls, "answer", None)
+        return answer is not None and owner.judges and answer.meets(half, guarded)
 
     def _count(self, owner: CacheOwner, tokens: int) -> None:
         """A forward of so many tokens was seen. Within `generate()` its answer has the right number."""
@@ -182,7 +202,11 @@ class GenerateHooks(EngineHooks[CacheOwner]):
                 self._calls.answer = None
                 self._answering -= 1
                 owner.witness.computed(answer.tokens(output))
+            if owner.withholds:
+                for half, guarded in answer.halves:
+                    guarded.compare(half)
             self._generated(owner, model)
+            _withhold(answer.halves)
             return output
 
         return generate
@@ -264,6 +288,13 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             error = self._late[0]
             self._late.clear()
             raise error
+
+
+def _withhold(halves: Sequence[tuple[Any, GuardedCache]]) -> None:
+    """Raises in the place of what was computed from a cache that a verdict is about."""
+    errors = [error for _, guarded in halves if (error := guarded.withheld()) is not None]
+    if errors:
+        raise errors[0]
 
 
 def _arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

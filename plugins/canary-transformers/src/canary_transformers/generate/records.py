@@ -209,6 +209,14 @@ class CacheRecords:
         self.canary.step.abandon()
         self.canary.drain()
 
+    def compare(self, views: Sequence[LayerView]) -> None:
+        """Compares the bytes of all that the cache holds, in the tensors of ``views``; between forwards."""
+        self.rebind(views)
+        for group in self.groups:
+            if group.held > 0:
+                self.canary.count("hit_slots", group.held * self.rows)
+                self.canary.slots.check(group.name, group.slots(range(group.held), self._every))
+
     def reorder(self, rows: Tensor) -> None:
         """Row ``i`` is now the former row ``rows[i]``, for as many rows as before."""
         for group in self.groups:
