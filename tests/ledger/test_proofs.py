@@ -9,6 +9,8 @@ from ledger.host_tier import PAGE, HostTier
 from support.toy import ToyEngine
 
 from canary_core import Arrival, Kind, Origin
+from canary_core.ops.hashing import COMMON_ANCHOR
+from canary_core.runtime.identities import CHANGES
 
 OTHERS = Origin("tier", shared=True)
 ALICE = list(range(5, 22))
@@ -189,6 +191,96 @@ def test_identities_that_may_compute_the_same_are_no_finding(common):
     adapters.bring("bob 2", ALICE)
     assert adapters.told() == []
     assert adapters.tier.counts("another_identity", "unknown") == [0, 4]
+
+
+class Trained(Adapters):
+    """The same, where nothing but the weights tells requests apart."""
+
+    def anchor(self, name):
+        self.engine.writers.identify(name)
+        return self.engine.writers.anchor(name)
+
+    def train(self):
+        self.tier.g.canary.drain()
+        self.tier.g.canary.step.weights_changed("reload_weights")
+
+
+OLD = ("another_identity", "bob 2", "alice 1", "the weights of change 1 (reload_weights)", "the weights of the start")
+
+
+def test_a_tier_that_brings_older_weights_kv_is_told_with_the_update():
+    """A tier of this engine alone, asked by tokens: nobody has emptied it. Said of the request that began after the
+    change; one from before gets what it would have computed."""
+    trained = Trained(Origin("tier"))
+    trained.compute("alice 1", ALICE)
+    early = trained.anchor("early")
+    trained.train()
+    trained.bring("bob 2", ALICE)
+    assert trained.told() == [OLD]
+    request, arrival = trained.tier.claim(ALICE, "early")
+    trained.tier.copy(request)
+    trained.tier.g.canary.ledger.arrive(replace(arrival, anchor=early))
+    trained.tier.g.canary.drain()
+    assert trained.told() == []
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_where_others_store_older_weights_kv_is_told_if_both_are_known_to_differ(differ):
+    """Else the change may be of no consequence for these tokens, and another engine may have stored the KV since."""
+    trained = Trained(OTHERS)
+    trained.compute("alice 0", BOB)
+    trained.compute("alice 1", ALICE)
+    trained.train()
+    if differ:
+        trained.compute("bob 0", BOB)
+    trained.bring("bob 2", ALICE)
+    assert trained.told() == ([OLD] if differ else [])
+
+
+def test_what_may_have_been_computed_with_the_new_weights_is_no_finding():
+    """It came to the ledger after the change."""
+    trained = Trained(Origin("tier"))
+    trained.train()
+    batch = trained.engine.batch
+    rows = torch.tensor([COMMON_ANCHOR])
+    # A request that began before the change and ran on.
+    trained.engine.batch = lambda **kwargs: replace(batch(**kwargs), anchors=rows)
+    request = trained.tier.compute(ALICE, "alice 1")
+    trained.engine.batch = batch
+    trained.tier.save(request)
+    trained.tier.finish(request)
+    trained.bring("bob 2", ALICE)
+    assert trained.told() == []
+
+
+def test_a_change_that_is_noticed_late_is_not_dated_back():
+    """Parameters changed in place, and a forward ran before anybody looked: it may have computed with the new ones."""
+    trained = Trained(Origin("tier"))
+    trained.compute("alice 1", ALICE)
+    trained.tier.g.canary.drain()
+    trained.tier.g.canary.step.weights_changed("in place", since=1)
+    trained.bring("bob 2", ALICE)
+    assert trained.told() == []
+
+
+def test_weights_that_change_in_every_step_raise_nothing_of_their_own():
+    """As a trainer does, with a tier that is emptied each time; KV from before the remembered changes is not judged."""
+    trained = Trained(Origin("tier"))
+    identities = trained.engine.writers.identities
+    trained.compute("alice 1", ALICE)
+    trained.tier.g.canary.drain()
+    stored = dict(trained.tier.stored)
+    for number in range(CHANGES + 8):
+        identities.change_weights("train", trained.tier.g.canary.forwards)
+        if number % 256 == 0:
+            trained.tier.stored.clear()
+            trained.compute(f"alice {number}", ALICE)
+            trained.bring(f"bob {number}", ALICE)
+    assert trained.told() == []
+    trained.tier.stored = stored
+    trained.bring("bob", ALICE)
+    assert [found[0] for found in trained.told()] == ["another_identity"]
+    assert len(identities._changes) == CHANGES
 
 
 def test_a_hit_across_identities_leaves_a_private_origin_private():

@@ -43,7 +43,7 @@ BUG = Bug(
     broken=broken,
     traffic=traffic,
     default=Missed(
-        "a request that ran while the weights changed has computed a part of its KV with the new ones, and the ledger "
-        "does not know whose blocks are of such requests; so it takes the two identities for one"
+        "nobody has told Canary that only this engine stores there, so the KV may be another engine's of the "
+        "new weights; it is found with `CANARY_LEDGER_PRIVATE`"
     ),
 )

@@ -323,3 +323,25 @@ def test_the_v2_runner_is_told_as_well():
     assert all(told["same"])
     assert told["matched"] > told["loads"] > 10
     assert told["found"] == [["ARRIVAL", 1, "v", 0, "HostStore"]] * 2
+
+
+def test_kv_of_older_weights_that_a_connector_brings_is_told_with_the_update(engine, store):
+    """The weights are loaded again, and nobody empties the connector's store, whose keys have none of it. What the same
+    weights have stored comes back in silence."""
+    asked = [[(11 * i) % 400 + 3 for i in range(3 * SIZE + 5)]]
+    model = engine.runner.get_model()
+    before = model.model.embed_tokens.weight.detach()[: model.config.vocab_size].clone()
+    with guard(engine) as guarded:
+        guarded.serve(asked, "alice")
+        guarded.serve(asked, "again")
+        assert guarded.found() == []
+        try:
+            model.load_weights([("model.embed_tokens.weight", 1.5 * before)])
+            guarded.serve(asked, "bob")
+        finally:
+            model.load_weights([("model.embed_tokens.weight", before)])
+        guarded.canary.drain()
+        found = guarded.findings.violations
+        assert {(v.kind, v.rule, v.stored_request) for v in found} == {(Kind.ARRIVAL, "another_identity", "alice-0")}
+        assert found[0].identity == "the weights of change 1 (load_weights)"
+        assert found[0].stored_identity == "the weights of the start"

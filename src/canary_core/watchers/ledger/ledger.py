@@ -228,7 +228,7 @@ class Ledger:
             self._workspace.queue.settle()
             self.send()
         for name, ledger in self._regions.items():
-            found, shared = ledger.read(wait)
+            found, shared = ledger.read(self._facade.forwards, wait)
             for origin in shared:
                 reason = (
                     f"{origin.name} brought a prefix that this engine never kept, so others store there too, or it "

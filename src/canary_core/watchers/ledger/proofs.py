@@ -138,15 +138,17 @@ class Proofs:
                 return None
             return Disproof("another_sequence", every, f"{where}; {said}", whose, position)
         own, other = arrival.anchor, hashing.signed(holder.hash - came.hashes[i] + arrival.anchor)
-        name = self._writers.identities.name
-        if not own or own == other or name(own) is None or name(other) is None:
+        identities = self._writers.identities
+        mine, theirs = identities.of(own), identities.of(other)
+        if not own or own == other or mine is None or theirs is None:
             return None
-        if self._writers.identities.same_but_weights(own, other):
+        if mine[1:] == theirs[1:] and not identities.older(holder.forwards, mine.weights):
             # A request that ran while the weights changed may have computed it with the new ones.
             return None
         if not came.own[i] and not self._differ(own, other):
             return None
-        names = str(name(own)), str(name(other))
+        named = identities.tell(own, other)
+        names = str(named and named[0]), str(named and named[1])
         told = f"{where}; {said}, with {names[1]}, and this request has {names[0]}"
         return Disproof("another_identity", every, told, whose, position, identities=names)
 

@@ -140,9 +140,10 @@ class RegionLedger:
         """Starts the copy of gathered rows, on the current stream. Never waits."""
         self._outbox.send()
 
-    def read(self, wait: bool = False) -> tuple[list[Violation], list[Origin]]:
-        """Takes rows arrived on the host: enters kept blocks, judges returned ones. Returns findings, and origins that
-        turned out to be shared."""
+    def read(self, forwards: int, wait: bool = False) -> tuple[list[Violation], list[Origin]]:
+        """Takes rows arrived on the host: enters kept blocks, judges returned ones. ``forwards``: how many have begun.
+        Returns findings, and origins that turned out to be shared."""
+        self.table.forwards = forwards
         found: list[Violation] = []
         shared: list[Origin] = []
         for rows, landed in self._outbox.arrived(wait):

@@ -17,9 +17,12 @@ ENTRY_BYTES = 230
 MOST_VARIANTS = 8
 """Most different bytes kept for one prefix; more leave the prefix in doubt."""
 
-ROW_BYTES = 32
-"""Memory of an entry's hash, sum, writer with position, and place among the contents, beside its values; see
+ROW_BYTES = 36
+"""Memory of an entry's hash, sum, writer with position, forward, and place among the contents, beside its values; see
 `Table.holders`."""
+
+NEVER = (1 << 31) - 1
+"""In the place of the number of a forward, where no forward of this engine is known to be the last one before."""
 
 NOBODY = -(1 << 63)
 """In the place of an entry's writer and position: the bytes came from elsewhere, and prove nothing of others."""
@@ -48,12 +51,13 @@ class Match:
 
 
 class Holder(NamedTuple):
-    """An entry with a certain content: prefix hash, its growth in the block, and the writer and position of the block's
-    first slot (`BLOCK_WHO`)."""
+    """An entry with a certain content: prefix hash, its growth in the block, the writer and position of the block's
+    first slot (`BLOCK_WHO`), and `Table.forwards` when it was added, `NEVER` for one of another engine's."""
 
     hash: int
     sum: int
     who: int
+    forwards: int
 
 
 class Table:
@@ -62,6 +66,8 @@ class Table:
 
     Rows are used in turn. A used entry moves to the front, so an overwritten one is among the least recently used half.
     With one entry of a hash all go, and the hash is in `doubt` from then on: somebody may still have the stored bytes.
+
+    ``forwards``: how many have begun so far, kept with what is added.
     """
 
     def __init__(self, sources: int, size_bytes: int) -> None:
@@ -75,6 +81,7 @@ class Table:
             self._hashes = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
             self._sums = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
             self._who = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
+            self._forwards = torch.empty(self.capacity, dtype=torch.int32, device="cpu")
             self._condemned = torch.zeros(self.capacity, dtype=torch.bool, device="cpu")
         self._listed: Tensor | None = None
         """Rows by content, made where it is first asked for: int32, twice as many as there are entries."""
@@ -84,6 +91,7 @@ class Table:
         """Numbers of a hash's entries. Nearly all have one, and a number takes less than a tuple."""
         self._next = 0
         self.doubt = Doubt(doubt_bytes)
+        self.forwards = 0
         self.entries = 0
         self.evicted = 0
         """How many entries were given up for others."""
@@ -98,10 +106,12 @@ class Table:
     ) -> None:
         """Adds rows: int64 ``[n]``, ``[n]`` and ``[n, sources]``. ``who``: int64 ``[n]``, see `Holder`; None: `NOBODY`.
         A present entry counts as used."""
+        # What came from elsewhere may be of weights that this engine gets later.
+        forwards = torch.full_like(hashes, NEVER if who is None else self.forwards)
         who = torch.full_like(hashes, NOBODY) if who is None else who
         for part in range(0, len(hashes), self.capacity):
             rest = slice(part, part + self.capacity)
-            given = hashes[rest], torch.stack((sums[rest], who[rest])), values[rest]
+            given = hashes[rest], torch.stack((sums[rest], who[rest], forwards[rest])), values[rest]
             while len(given[0]):
                 again = self._add_first(*given, condemned)
                 given = given[0][again], given[1][:, again], given[2][again]
@@ -148,7 +158,8 @@ class Table:
         rows = listed[self._places(values)].long()
         safe = rows.clamp(min=0)
         same = (rows >= 0) & (self._values[safe] == values).all(1)
-        found = torch.stack((self._hashes[safe], self._sums[safe], self._who[safe]), 1).tolist()
+        about = self._hashes[safe], self._sums[safe], self._who[safe], self._forwards[safe].long()
+        found = torch.stack(about, 1).tolist()
         return [Holder(*one) if held else None for one, held in zip(found, same.tolist(), strict=True)]
 
     def hashes(self, most: int) -> list[int]:
@@ -192,8 +203,8 @@ class Table:
         return int((values != self.values(number)).sum())
 
     def _add_first(self, hashes: Tensor, about: Tensor, values: Tensor, condemned: bool) -> Tensor:
-        """Adds the first entry of each hash; gives the indices of the others. ``about``: int64 ``[2, n]``, sums and
-        writers."""
+        """Adds the first entry of each hash; gives the indices of the others. ``about``: int64 ``[3, n]``, sums,
+        writers and forwards."""
         listed: list[int] = hashes.tolist()
         first: dict[int, int] = {}
         again = [i for i, hash in enumerate(listed) if first.setdefault(hash, i) != i]
@@ -231,8 +242,8 @@ class Table:
             del self._rows[hash]
         if numbers:
             rows_ = torch.tensor([number for _, number in numbers], device="cpu") % self.capacity
-            kept = torch.stack((self._sums[rows_], self._who[rows_])), self._values[rows_], self._condemned[rows_]
-            self._append([hash for hash, _ in numbers], *kept)
+            about = torch.stack((self._sums[rows_], self._who[rows_], self._forwards[rows_].long()))
+            self._append([hash for hash, _ in numbers], about, self._values[rows_], self._condemned[rows_])
         return variants
 
     def _append(self, hashes: list[int], about: Tensor, values: Tensor, condemned: Tensor | bool) -> None:
@@ -244,7 +255,7 @@ class Table:
         if first + len(hashes) > self.capacity:
             rows = torch.arange(begin, self._next, device="cpu") % self.capacity
         self._hashes[rows] = torch.tensor(hashes, dtype=torch.int64, device="cpu")
-        self._sums[rows], self._who[rows] = about
+        self._sums[rows], self._who[rows], self._forwards[rows] = about[0], about[1], about[2].int()
         self._values[rows], self._condemned[rows] = values, condemned
         if len(set(hashes)) == len(hashes) and self._rows.keys().isdisjoint(hashes):
             self._rows.update(zip(hashes, range(begin, self._next), strict=True))
