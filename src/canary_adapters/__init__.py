@@ -7,6 +7,8 @@ sources, pools and tables neither read from a device nor copy a tensor.
 """
 
 from canary_adapters.addresses import require_disjoint
+from canary_adapters.answer_lists import AnswerLists
+from canary_adapters.answers import ANSWER_TOKENS, AnswerCheck, AnswerParts
 from canary_adapters.block_breaches import BlockBreach, BlockSweep, count_breaches, report_breaches
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort, add_event
 from canary_adapters.block_lists import BlockLists, GivenBlocks, GivenLens, RequestBlocks, metadata_blocks, moved_states
@@ -52,10 +54,14 @@ from canary_core.ops.upload import upload
 from canary_core.runtime.streams import BatchRows
 
 __all__ = [
+    "ANSWER_TOKENS",
     "CHECKED_DTYPES",
     "TABLE_STEP",
     "AdapterContents",
     "Answer",
+    "AnswerCheck",
+    "AnswerLists",
+    "AnswerParts",
     "BatchRows",
     "BlockBreach",
     "BlockEvent",

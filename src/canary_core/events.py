@@ -32,6 +32,7 @@ class Event:
     | silence             | an engine runs unchecked: from its start for ``CANARY_SILENCE_S`` seconds, or from now |
     | unguarded_tokens    | the engine counts computed tokens not seen by any hook: how many                       |
     | workers_unguarded   | workers of an engine are unguarded, or guarded unlike the scheduler: names, and why     |
+    | answers_unchecked   | an engine's own lists of answers are not compared with what was sampled, and why       |
     | alarm_dead          | a probe of the alarm was not reported: real findings would not be reported either      |
     | out_of_memory       | the device had no memory for a check: forwards pass by unchecked for so many seconds    |
     | disabled            | an exception of ours, or a failed audit, switched this canary off; the engine goes on  |

@@ -1,6 +1,5 @@
 """What vLLM's sampler gave, against what the next forward computes. Clean traffic: `test_engine`."""
 
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,25 +55,26 @@ def test_requests_that_get_each_others_token_are_named(engine):
 def test_the_asynchronous_engine_is_asynchronous(engine):
     """vLLM's platform of CPUs switches asynchronous scheduling off; here it is on, in scheduler and runner: batches are
     made before the tokens of the batch before are known, guarded, and nothing is found."""
-    small, order = engine.small, []
+    small, made, ahead = engine.small, [], []
     with guarded.guard(small) as guard:
         assert type(small.scheduler).__name__ == "AsyncScheduler"
         assert small.runner.use_async_scheduling
         patches = Patches()
-        patches.follow(small.scheduler, "schedule", lambda *_, **__: order.append("made"))
-        patches.follow(small.scheduler, "update_from_output", lambda *_, **__: order.append("known"))
+        patches.follow(small.scheduler, "schedule", lambda output, *_, **__: made.append(output))
+        patches.follow(small.scheduler, "update_from_output", lambda _, known, *__: ahead.append(known is not made[-1]))
         small.serve([REPEATED, [token + 50 for token in REPEATED]], 12)
         patches.undo()
         assert guard.trouble() == []
         assert guard.canary.stats()["sampled_tokens"] > 0
-    ahead = sum(pair == ("made", "made") for pair in pairwise(order))
-    assert ahead > 0
-    assert order.count("made") > 12
+    # Of the engine's own objects: an earlier test may have left a batch on its way.
+    assert sum(ahead) > 5
+    assert len(made) > 12
 
 
 @pytest.mark.without_engine
 def test_what_was_rejected_or_is_of_an_unfinished_prompt_is_left_out():
-    """The V2 runner's rejected tokens and chunks of prompts: -1, and the row's number."""
+    """The V2 runner's rejected tokens and chunks of prompts: -1, and the row's number. Columns before a row's first
+    draft leave earlier positions as known: -2."""
     output = SimpleNamespace(
         sampled_token_ids=torch.tensor([[11, 12], [21, 22], [31, 32]]), num_sampled=torch.tensor([2, 1, 0])
     )
@@ -87,5 +87,5 @@ def test_what_was_rejected_or_is_of_an_unfinished_prompt_is_left_out():
         cu_num_logits_np=np.array([0, 2, 4, 5]),
     )
     tokens, without = sampled.of_v2(output, batch)
-    assert tokens.tolist() == [[11, 12], [21, -1], [-1, -1]]
+    assert tokens.tolist() == [[11, 12], [21, -1], [-2, -1]]
     assert without == [2]

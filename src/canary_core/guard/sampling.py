@@ -6,7 +6,7 @@ request goes on with a wrong one. Three such bugs of engines: the next tokens of
 draft was kept, a sequence length was one short after a verification.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from canary_core.batch import BatchView
 from canary_core.ops.state import RegionState
 from canary_core.region import RegionKind
+from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
 
@@ -88,6 +89,16 @@ class SampledTokens:
                 self.left_out += 1
                 return
             state.samples.give(tokens, tuple(without))
+
+    def of(self, writers: Sequence[int]) -> Callable[[], list[list[int]] | None] | None:
+        """Looks up what was sampled for ``writers``, as of what the last check took over; on the stream of the
+        forwards, never captured. The host waits for nothing: the result gives a row of `ops.samples.Samples.of` for
+        each writer once it has come, and None until then. None where no sampler is followed."""
+        samples = None if self._state is None else self._state.samples
+        if samples is None:
+            return None
+        copy = HostCopy(samples.of(writers))
+        return lambda: copy.tensors[0].tolist() if copy.arrived() else None
 
     def begin(self) -> None:
         """A forward is checked next: tokens given later do not belong to the one before."""

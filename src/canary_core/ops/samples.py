@@ -1,9 +1,12 @@
 """`Samples`: device memory for sampled tokens, in the one region whose forwards are compared with them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView
+from canary_core.ops.upload import upload
 from canary_core.records import (
     NO_SAMPLE,
     NOT_SAMPLED,
@@ -71,6 +74,12 @@ class Samples:
             self.given[SAMPLE_TOKENS - last.shape[0] :, :columns].copy_(last)
         for row in without:
             self.given[-1, row].fill_(NO_SAMPLE)
+
+    def of(self, writers: Sequence[int]) -> Tensor:
+        """Entries of `table` that may be of ``writers``, int64 ``[n, SAMPLE_TOKENS]``."""
+        return self.table.view(SAMPLE_WRITERS, SAMPLE_TOKENS).index_select(
+            0, upload([writer % SAMPLE_WRITERS for writer in writers], self.table.device)
+        )
 
     def forget(self) -> None:
         """Nothing is known of any request any more."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from canary_adapters import (
+    AnswerCheck,
     BlockLists,
     BlockReplay,
     DraftForwards,
@@ -108,7 +109,9 @@ class Session:
         names = [r.name for r in regions]
         self._filter = EmbeddingFilter(self._shards.row, self._shards, names, self.requests.embedded)
         hook_manager().register(self._filter)
-        self.canary.sampled.follow()
+        # Of pipeline stages the last one samples.
+        samples = self.canary.sampled.follow() and runners.samples()
+        self._answers = AnswerCheck(self.canary, self.requests.writers.known) if samples else None
         rows = min(MOST_WARM_ROWS, int(runner.max_num_reqs))
         graphs = not runner.vllm_config.model_config.enforce_eager
         self.canary.warm_up(partial(padding, groups=self.groups, device=self.canary.device), rows, beside=graphs)
@@ -142,6 +145,9 @@ class Session:
             # What the side stream still reads is written to next.
             step.join()
             self._shards.begin()
+            if self._answers is not None:
+                with self.canary.guard("answers"):
+                    self._answers.take(messages.answers(output))
             self._output = self._pending = output
             if self._overlap is not Overlap.ALL or getattr(output, "kv_cache_block_copies", None):
                 self._scheduled()

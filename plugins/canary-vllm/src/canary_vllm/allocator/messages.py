@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from canary_adapters import BlockMessage
+from canary_adapters import AnswerParts, BlockMessage
 
 ATTRIBUTE = "canary_lifetime"
 """Attribute of vLLM's `SchedulerOutput` with a message, pickled along."""
+
+ANSWERS = "canary_answers"
+"""The same with ends of answers, in some outputs."""
 
 
 def attach(output: Any, message: BlockMessage) -> None:
@@ -18,6 +21,12 @@ def attached(output: Any) -> BlockMessage | None:
     """The message sent with ``output``, None where the scheduler is not followed."""
     found = getattr(output, ATTRIBUTE, None)
     return found if isinstance(found, BlockMessage) else None
+
+
+def answers(output: Any) -> AnswerParts | None:
+    """Ends of answers sent with ``output``, None for none."""
+    found = getattr(output, ANSWERS, None)
+    return found if isinstance(found, AnswerParts) else None
 
 
 def given(output: Any) -> Sequence[Sequence[Sequence[int]]]:

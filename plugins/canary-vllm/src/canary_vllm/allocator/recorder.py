@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import BlockEvent, BlockLoad, BlockMessage, BlockSort, add_event
+from canary_adapters import AnswerLists, BlockEvent, BlockLoad, BlockMessage, BlockSort, add_event
 from canary_core import Event, Patches, emit
 from canary_vllm.allocator import messages
 from canary_vllm.prefix_cache.structure import sweep
@@ -29,12 +29,16 @@ class BlockRecorder:
 
     Preemption and abort free blocks in the same way. Every ``sweep_interval`` outputs the pool's structure is checked.
     An exception of Canary's own never reaches the scheduler: the workers learn that blocks can't be followed any more.
+    Lists of answers go the same way (`AnswerLists`).
     """
 
     def __init__(self, scheduler: Any, sweep_interval: int = 0) -> None:
         self._sweep_interval = sweep_interval
         self._manager, self._requests = scheduler.kv_cache_manager, scheduler.requests
         self._message = BlockMessage(0)
+        drafted = int(getattr(scheduler, "num_spec_tokens", 0) or 0)
+        lists = AnswerLists(lambda: scheduler.running, lambda: scheduler.requests, drafted)
+        self._answers: AnswerLists | None = lists
         self._request: str | None = None
         self._fresh: set[int] = set()
         self._patches = Patches(self._guard)
@@ -53,6 +57,7 @@ class BlockRecorder:
                 self._patches.wrap(pool, release, self._releases)
         for name in ("allocate_slots", "free"):
             self._patches.wrap(self._manager, name, self._named)
+        follow(self._manager, "free", self._freed)
         # Of the object: a scheduler of one's own may have another than its class's.
         follow(scheduler, "schedule", lambda output, *_, **__: self.scheduled(output))
 
@@ -67,12 +72,31 @@ class BlockRecorder:
         traced = ((r.request_id, (getattr(r, "trace_headers", None) or {}).get("traceparent")) for r in new)
         self._message.traces = {name: traceparent for name, traceparent in traced if traceparent}
         messages.attach(output, self._message)
+        with self._lists() as lists:
+            parts = None if lists is None else lists.next(output.total_num_scheduled_tokens)
+            if parts is not None:
+                setattr(output, messages.ANSWERS, parts)
         self._message = BlockMessage(self._message.number + 1, broken=self._message.broken)
         self._fresh.clear()
 
     def close(self) -> None:
         """Restores the pool's functions."""
         self._patches.undo()
+
+    @contextmanager
+    def _lists(self) -> Iterator[AnswerLists | None]:
+        """Blocks are followed all the same where lists of answers can't be."""
+        try:
+            yield self._answers
+        except Exception as error:
+            self._answers = None
+            reason = f"tokens that the scheduler appends are not compared: {type(error).__name__}: {error}"
+            emit(Event("hooks_left_out", "error", {"reason": reason}))
+
+    def _freed(self, _: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        with self._lists() as lists:
+            if lists is not None and request.is_finished():
+                lists.ended(request)
 
     def _note(self, sort: BlockSort, blocks: Iterable[Any], group: int | None = None) -> None:
         self._put(sort, [block.block_id for block in blocks if not block.is_null], group)

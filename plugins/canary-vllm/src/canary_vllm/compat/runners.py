@@ -64,6 +64,13 @@ def drafted(runner: Any) -> int:
     return int(getattr(config, "num_speculative_tokens", 0) or 0)
 
 
+def samples() -> bool:
+    """Whether the process samples tokens: of pipeline stages the last one does."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return bool(get_pp_group().is_last_rank)
+
+
 def rank(vllm_config: Any) -> int:
     """Rank of the process within one replica."""
     return int(getattr(vllm_config.parallel_config, "rank", 0))
