@@ -142,10 +142,12 @@ class Proofs:
         mine, theirs = identities.of(own), identities.of(other)
         if not own or own == other or mine is None or theirs is None:
             return None
-        if mine[1:] == theirs[1:] and not identities.older(holder.forwards, mine.weights):
-            # A request that ran while the weights changed may have computed it with the new ones.
-            return None
-        if not came.own[i] and not self._differ(own, other):
+        if mine[1:] == theirs[1:]:
+            # Others may store the same bytes of newer weights, where a change is of no consequence for these tokens; and
+            # a request that ran while the weights changed may have computed them with the new ones.
+            if not came.own[i] or not identities.older(holder.forwards, mine.weights):
+                return None
+        elif not came.own[i] and not self._differ(own, other):
             return None
         named = identities.tell(own, other)
         names = str(named and named[0]), str(named and named[1])
