@@ -13,6 +13,7 @@ from canary_adapters.block_breaches import BlockBreach, BlockSweep, count_breach
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort, add_event
 from canary_adapters.block_lists import BlockLists, GivenBlocks, GivenLens, RequestBlocks, metadata_blocks, moved_states
 from canary_adapters.block_replay import BlockLoad, BlockMessage, BlockReplay
+from canary_adapters.contents import embedding_numbers, media_number, put_embeddings, put_media
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
@@ -36,6 +37,7 @@ from canary_adapters.pools import (
 from canary_adapters.probe import ProbedPiece, probe_layout
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sampled_tokens import sampled_tokens
+from canary_adapters.scales import WatchedScales
 from canary_adapters.sources import (
     CHECKED_DTYPES,
     PackedPage,
@@ -51,11 +53,13 @@ from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknow
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.ops.upload import upload
+from canary_core.records import FIRST_CONTENT
 from canary_core.runtime.streams import BatchRows
 
 __all__ = [
     "ANSWER_TOKENS",
     "CHECKED_DTYPES",
+    "FIRST_CONTENT",
     "TABLE_STEP",
     "AdapterContents",
     "Answer",
@@ -101,6 +105,7 @@ __all__ = [
     "UniformLens",
     "VerdictPipe",
     "VerdictPost",
+    "WatchedScales",
     "WatchedWeights",
     "WeightLoads",
     "WindowPool",
@@ -109,16 +114,20 @@ __all__ = [
     "block_table",
     "count_breaches",
     "default_store",
+    "embedding_numbers",
     "growing_source",
     "kv_layers",
     "layer_numbers",
     "lmcache_storage",
+    "media_number",
     "metadata_blocks",
     "moved_states",
     "packed_page_padding",
     "packed_page_source",
     "paged_source",
     "probe_layout",
+    "put_embeddings",
+    "put_media",
     "ragged_table",
     "report_breaches",
     "require_disjoint",

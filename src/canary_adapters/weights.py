@@ -23,6 +23,13 @@ FRUITLESS = 16
 HEAD = "lm_head"
 """Name of the module behind the last layer: no KV depends on it."""
 
+ROTARY, GROWING = ("inv_freq", "cos_sin_cache"), ("dynamic", "longrope")
+"""Ends of the names of buffers that count, since keys depend on them; and types of rotary embedding that change these
+with a sequence's length, so that theirs don't."""
+
+ROTARY_ROWS = 64
+"""Rows of such a buffer that are compared: it may grow, and be converted."""
+
 UNCOUNTED = -1
 """In the place of the version of an inference tensor."""
 
@@ -35,7 +42,8 @@ _version: Any = vars(torch._C.TensorBase)["_version"].__get__
 class WatchedWeights:
     """The parameters of ``model``, seen by object, address and version counter, and a digest of sampled elements where
     one of these is another than before. So a difference is certain, and a model that was reloaded with the same
-    weights, or moved, has none; a change of elements beside the grid is not seen. Buffers, and the head, do not count.
+    weights, or moved, has none; a change of elements beside the grid is not seen. Of buffers only those of a rotary
+    embedding count; the head does not.
 
     Not for engines that move weights about while they serve, as offloading does and the balancing of experts. A
     parameter of an inference tensor has no version counter, and that of others does not count what is written to
@@ -73,12 +81,15 @@ class WatchedWeights:
 
     def _read(self) -> _Tags:
         """Object, version and address of each parameter."""
-        now = [None if (m := module()) is None else m._parameters.get(name) for module, name in self._places]
+        now = [
+            None if (m := module()) is None else (m._buffers if name.endswith(ROTARY) else m._parameters).get(name)
+            for module, name in self._places
+        ]
         try:
             # A third of what a loop takes.
             return list(map(id, now)), list(map(_version, now)), list(map(_pointer, now))
         except (RuntimeError, TypeError):
-            return list(map(id, now)), list(map(_counter, now)), list(map(_address, now))
+            return list(map(id, now)), list(map(counter, now)), list(map(_address, now))
 
     def _compare(self, everything: bool) -> bool:
         model = self._model()
@@ -90,14 +101,16 @@ class WatchedWeights:
         self._places = [(ref(module), name) for _, module, name, _ in found]
         self._tags = self._read()
         tags = dict(zip(self._names, zip(*self._tags, strict=True), strict=True))
-        parameters = {name: parameter for name, (*_, parameter) in zip(self._names, found, strict=True)}
+        parameters = {name: _compared(*one[2:]) for name, one in zip(self._names, found, strict=True)}
         names = [name for name in self._names if everything or before.get(name) != tags[name]]
         changed = False
         for name, digest in zip(names, _digests([parameters[name] for name in names]), strict=True):
             if digest is not None:
                 changed |= self._digests.get(name, digest) != digest
                 self._digests[name] = digest
-        self.unwatched = sum(name not in self._digests or tag[1] == UNCOUNTED for name, tag in tags.items())
+        self.unwatched = sum(
+            name not in self._digests or tag[1] == UNCOUNTED for name, tag in tags.items() if not name.endswith(ROTARY)
+        )
         return changed
 
 
@@ -163,15 +176,25 @@ class AdapterContents:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """The path of each module with parameters, itself, and each parameter with its name; not of `HEAD`."""
+    """The path of each module with parameters, itself, and each parameter with its name; not of `HEAD`. Buffers of
+    `ROTARY` are among them."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] != HEAD:
-            for name, parameter in module._parameters.items():
+            held = dict(module._parameters)
+            if not any(word in str(getattr(module, "rope_type", type(module).__name__)).lower() for word in GROWING):
+                held |= {name: buffer for name, buffer in module._buffers.items() if name.endswith(ROTARY)}
+            for name, parameter in held.items():
                 if parameter is not None:
                     yield path, module, name, parameter
 
 
-def _counter(parameter: Tensor | None) -> int:
+def _compared(name: str, parameter: Tensor) -> Tensor:
+    """The part of a parameter, or of a rotary buffer, that stays as it is unless somebody changes the content."""
+    return parameter[:ROTARY_ROWS].to(torch.bfloat16) if name.endswith(ROTARY) and not parameter.is_meta else parameter
+
+
+def counter(parameter: Tensor | None) -> int:
+    """The version counter of a parameter, `UNCOUNTED` without one."""
     return UNCOUNTED if parameter is None or parameter.is_inference() else int(_version(parameter))
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from canary_core.plugins import start_for as start_plugins_for
     from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
     from canary_core.read_table import ReadLens, ReadTable
+    from canary_core.runtime.contents import Contents
     from canary_core.verdict import Verdict
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
@@ -60,6 +61,7 @@ __all__ = [
     "CanaryConfig",
     "CanaryError",
     "ConfigError",
+    "Contents",
     "EngineInfo",
     "Event",
     "Footprint",
@@ -129,6 +131,7 @@ _WHEN_ASKED = {
     "patches": ("Patches",),
     "plugins": ("EngineInfo", "HookTarget", "private_hooks", "require_engine"),
     "plugins.hookspecs": ("PROTOCOL", "hookimpl"),
+    "runtime.contents": ("Contents",),
     "read_table": ("ReadLens", "ReadTable"),
     "verdict": ("Verdict",),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),

@@ -45,6 +45,7 @@ class Event:
     | mode_changed        | somebody changed the mode of a running engine's guard: the new mode                    |
     | budget_changed      | somebody changed how much the scrub may do                                             |
     | weights_changed     | the engine computes with other weights: how, the how manieth change; told at 1, 2, 4.. |
+    | scales_changed      | a layer's KV is quantized by another scale than before: layer, scale, old and new      |
     | weights_unwatched   | changes of some parameters, or of all, are not looked for, and why                     |
     | paused              | somebody has paused the guard: forwards are not checked until resumed                  |
     | resumed             | the guard goes on; the slots of then are not judged until written again                |

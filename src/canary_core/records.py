@@ -135,6 +135,9 @@ UNPARKED = STATES - 1 - State.PARKED - State.ARRIVED
 request's own slot."""
 
 
+FIRST_CONTENT = 1 << 30
+"""Token ids from here on are numbers of content in the place of tokens, see `Contents`. No vocabulary is as large."""
+
 HISTORY, HISTORY_EVENT_BITS, HISTORY_NUMBER_BITS = 4, 4, 30
 
 

@@ -187,3 +187,39 @@ def test_only_loads_that_change_something_are_told() -> None:
     patches.undo()
     runner.reload(1.0)
     assert known.weights == 3
+
+
+class Rotary(nn.Module):
+    """As in models of Transformers and engines."""
+
+    def __init__(self, rope_type: str = "default") -> None:
+        super().__init__()
+        self.rope_type = rope_type
+        self.register_buffer("inv_freq", 1 / 1e4 ** torch.linspace(0, 1, 16), persistent=False)
+        self.register_buffer("cos_sin_cache", torch.outer(torch.arange(256.0), self.inv_freq).cos(), persistent=False)
+
+
+def test_a_rotary_embedding_that_is_scaled_otherwise_is_a_change() -> None:
+    """In place or replaced, by frequencies or by the table made of these."""
+    rotary = Rotary()
+    weights = WatchedWeights(rotary)
+    assert not weights.look()
+    rotary.inv_freq /= 4
+    assert weights.look()
+    rotary.cos_sin_cache = rotary.cos_sin_cache[::2].clone()
+    assert weights.look()
+    assert not weights.look()
+    assert weights.unwatched == 0
+
+
+def test_what_engines_do_to_rotary_embeddings_is_no_change() -> None:
+    """Converted, grown, moved; and those that depend on the length of a sequence."""
+    rotary, dynamic = Rotary(), Rotary("dynamic")
+    both = nn.ModuleList([rotary, dynamic])
+    weights = WatchedWeights(both)
+    rotary.cos_sin_cache = torch.cat([rotary.cos_sin_cache, torch.zeros(100, 16)])
+    assert not weights.look()
+    rotary.cos_sin_cache = rotary.cos_sin_cache.bfloat16()
+    rotary.inv_freq = rotary.inv_freq.clone()
+    dynamic.inv_freq = dynamic.inv_freq / 2
+    assert not weights.look()

@@ -11,6 +11,7 @@ from canary_vllm.batches.requests import Requests
 from canary_vllm.hooks import HOOKS
 from vllm_on_cpu import guarded
 
+from canary_adapters import embedding_numbers
 from canary_core import Writers
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
@@ -111,7 +112,7 @@ def test_a_scheduler_with_a_schedule_of_its_own_is_followed(engine):
 
 @pytest.mark.without_engine
 def test_requests_with_embeddings_are_known():
-    """Their tokens stand for nothing, and are not expected."""
+    """Their tokens stand for nothing: numbers of the embeddings are expected in their place."""
     requests = Requests(Writers(), torch.device("cpu"))
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
     about = {"block_ids": ([1],), "lora_request": None, "prompt_token_ids": [0, 0]}
@@ -123,8 +124,10 @@ def test_requests_with_embeddings_are_known():
     requests.notice(output)
     assert "given" in requests.embedded
     assert "text" not in requests.embedded
-    assert requests.prompts.table(["given"], lambda: [0], [2]) is None
-    assert requests.prompts.table(["text"], lambda: [0], [2]) is not None
+    token_ids, expected = requests.tokens(["text", "given"], lambda: [0, 0], [2, 2], torch.zeros(4, dtype=torch.int32))
+    numbers = embedding_numbers(torch.zeros(2, 4)).tolist()
+    assert token_ids.tolist() == [0, 0, *numbers]
+    assert expected[:, :2].tolist() == [[0, 0], numbers]
 
 
 @LLAMA

@@ -55,6 +55,7 @@ class Reading:
         if not self._states:
             return {}
         tables, found = self._step.tables, self._findings
+        contents = found.writers.any_contents
         return {
             "tokens_beyond_bound": self._step.tokens_cut,
             "samples_left": self._sampled.left_out,
@@ -67,6 +68,8 @@ class Reading:
             "misuses_untold": self._switch.misuses_untold,
             "names_forgotten": found.writers.forgotten,
             "identities_forgotten": found.writers.anchors_forgotten,
+            "contents_forgotten": contents.forgotten if contents is not None else 0,
+            "contents_untold": contents.untold if contents is not None else 0,
         }
 
     def scrub(self) -> dict[str, float]:

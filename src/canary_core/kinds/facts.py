@@ -127,6 +127,9 @@ ABSORBED = "NaN or infinite numbers, which the same numbers written again do not
 WEIGHTS = "the weights of "
 """How an identity begins that differs from another in its weights."""
 
+CONTENT = "at position"
+"""How an identity begins that differs from another in what stands in the place of tokens."""
+
 NAMELESS = "a request whose name is not known"
 """The subject of a sentence where the writer's number never had a name, or has none any more."""
 

@@ -1,6 +1,6 @@
 """`prefix`: the slot's prefix is not the prefix of the slot before: the slot belongs to another sequence."""
 
-from canary_core.kinds.facts import WEIGHTS
+from canary_core.kinds.facts import CONTENT, WEIGHTS
 from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import READ
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
@@ -14,6 +14,11 @@ KIND = FindingKind(
             "{reader} will read {position} from {where}, which {writer} computed{written} with {stored_identity}; "
             "{reader} began with {identity}. A prefix hit across a change of the weights: the prefix cache was kept.",
             when=lambda v: bool(v.identity and v.identity.startswith(WEIGHTS) and v.stored_identity),
+        ),
+        Sentence(
+            "{reader} has {identity}, but will read {position} from {where}, which {writer} computed{written} of "
+            "{stored_identity}. A prefix hit across contents: the key of the prefix cache lacks what tells them apart.",
+            when=lambda v: bool(v.identity and v.identity.startswith(CONTENT) and v.stored_identity),
         ),
         Sentence(
             "{reader} will read {position} from {where}, which {writer} computed{written} for another identity: "
@@ -49,6 +54,11 @@ KIND = FindingKind(
         With other weights, look whether the cache was emptied when they were changed (`the weights of change 2` are
         those after the second change). Requests that run while weights change go on with what they have: that is the
         engine's policy, and no finding.
+
+        With content (`at positions 3 to 12 embeddings #0a1b2c3d`) the two have different embeddings, images or audio
+        in the place of the same placeholder tokens, or one of them has tokens there. One finding is told for each such
+        slot. Look whether the key of the prefix cache, or of the tier, has a hash of the content, and whether KV of
+        such requests is inserted under its tokens alone.
         """,
         remedies=(TABLE,),
     ),

@@ -3,6 +3,7 @@
 import re
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from canary_core.ops.hashing import COMMON_ANCHOR, mixed, signed
 from canary_core.ops.upload import upload
 from canary_core.runtime.identities import Identities, Identity, name_key, told
 from canary_core.runtime.streams import BatchRows
+
+if TYPE_CHECKING:
+    from canary_core.runtime.contents import Contents
 
 MOST_DIGESTS = 4096
 """Digests of unusual names at hand."""
@@ -39,6 +43,7 @@ class Writers:
         self.forgotten = 0
         """Names beyond ``capacity``: findings have a number in their place."""
         self.identities = Identities(capacity)
+        self._contents: Contents | None = None
         self._anchors: OrderedDict[Key, int] = OrderedDict()
         self._traces: OrderedDict[str, str] = OrderedDict()
         self.anchors_forgotten = 0
@@ -48,6 +53,20 @@ class Writers:
         self._began: dict[str, int] = {}
         self._every = torch.device("cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
         self._common: dict[int, Tensor] = {}
+
+    @property
+    def contents(self) -> "Contents":
+        """Content in the place of requests' tokens. Loaded with the first use: most engines have none."""
+        if self._contents is None:
+            from canary_core.runtime.contents import Contents
+
+            self._contents = Contents()
+        return self._contents
+
+    @property
+    def any_contents(self) -> "Contents | None":
+        """`contents`, None as long as there are none."""
+        return self._contents
 
     def id(self, request: str) -> int:
         """Writer id of a request; the same request keeps its id as long as it is remembered."""
@@ -91,6 +110,8 @@ class Writers:
             self._traces.pop(told(request), None)
         if self._began:
             self._began.pop(told(request), None)
+        if self._contents is not None:
+            self._contents.forget(request)
         old = self._ids.pop(key, None)
         if old is None:
             return

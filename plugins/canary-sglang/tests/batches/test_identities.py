@@ -89,6 +89,7 @@ def test_a_prefix_hit_across_identities_is_told(launch, field, identities, said)
     assert "tenant" not in found["explanation"]
 
 
+CHUNKED = {"options": {"chunked_prefill_size": 32}}
 VISION = {"options": {"model": "qwen2_vl", "enable_multimodal": True}}
 SEEN = [*PROMPT[:10], 252, *[255] * 8, 253, *PROMPT[10:]]
 """A prompt with an image of eight tokens, from position 11 on."""
@@ -114,9 +115,43 @@ def test_a_prefix_hit_across_images_is_told(launch):
     assert told["cached"][1] == len(SEEN) - 1
     found = engine.findings()["violations"]
     writer, reader = told["names"]
-    assert {(v["kind"], v["request"], v["stored_request"]) for v in found} == {("token", reader, writer)}
-    assert "another request's prefix or image" in found[0]["explanation"]
+    assert {(v["kind"], v["request"], v["stored_request"]) for v in found} == {("prefix", reader, writer)}
+    assert found[0]["identity"].startswith("at positions 11 to 18 image #"), found[0]
+    assert found[0]["stored_identity"].startswith("image #")
+    assert found[0]["identity"].split("#")[1] != found[0]["stored_identity"].split("#")[1]
     assert [v["position"] for v in found] == list(range(11, 19))
     assert [(v["stored_token"], v["token"]) for v in found] == list(
         zip(told["tokens"][0][11:19], told["tokens"][1][11:19], strict=True)
     )
+
+
+def test_overriding_embeddings_are_told_apart(launch):
+    """Requests with embeddings in the place of some tokens: twice the same ones, in chunks. Nothing is found. Then the
+    plain tokens: SGLang inserts KV of embeddings into the prefix cache under the placeholders, and so gives it to the
+    last one. That is found for each position with an embedding, and nothing else is."""
+    engine = launch(CHUNKED, like="mha")
+    asked = dict(prompt=PROMPT * 2, at=[8, 9, 10, 50, 70])
+    engine.serve_overrides(**asked, seeds=[1, 1])
+    assert engine.findings()["violations"] == []
+    told = engine.serve_overrides(**asked, seeds=[None])
+    assert told["cached"] == [2 * len(PROMPT) - 1]
+    found = engine.findings()["violations"]
+    assert {v["kind"] for v in found} == {"prefix"}
+    assert [v["position"] for v in found] == [8, 9, 10, 50, 70]
+    assert [v["identity"] for v in found[2:4]] == ["at positions 8 to 10 tokens", "at position 50 tokens"]
+    assert found[0]["stored_identity"] == found[1]["stored_identity"] != found[3]["stored_identity"]
+    assert found[0]["stored_identity"].startswith("embeddings #")
+
+
+def test_other_embeddings_given_in_chunks_are_told(launch):
+    """The same placeholders with other embeddings, in chunks: SGLang matches nothing for such a request at first, but
+    after its first chunk gives it the cached KV of the earlier one's. The finding names both contents."""
+    engine = launch(CHUNKED, like="mha")
+    asked = dict(prompt=PROMPT * 2, at=[8, 9, 10, 50, 70])
+    engine.serve_overrides(**asked, seeds=[1, 2])
+    found = engine.findings()["violations"]
+    assert {v["kind"] for v in found} == {"prefix"}
+    assert [v["position"] for v in found[:3]] == [8, 9, 10]
+    assert found[0]["identity"].startswith("at positions 8 to 10 embeddings #")
+    assert found[0]["stored_identity"].startswith("embeddings #")
+    assert found[0]["stored_identity"] not in found[0]["identity"]

@@ -285,6 +285,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         identities.serve_in_turn,
         identities.forget_in_keys,
         identities.serve_images,
+        identities.serve_overrides,
         identities.match_any_image,
         mechanisms.mechanism,
         padding.pad_with_nan,

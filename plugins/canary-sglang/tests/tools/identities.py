@@ -85,3 +85,26 @@ def match_any_image(engine: Any) -> None:
         original(key, array("q", [min(token, 255) for token in token_ids]), *args, **kwargs)
 
     RadixKey.__init__ = make
+
+
+def serve_overrides(
+    engine: Any, prompt: list[int], at: list[int], seeds: Sequence[int | None], new_tokens: int = 4
+) -> dict[str, Any]:
+    """Serves the prompt once for each of the ``seeds``, in turn, with embeddings from the seed in the place of the
+    tokens ``at`` some positions, None for the plain tokens; gives how many tokens each found in the prefix cache."""
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+
+    cached = []
+    for seed in seeds:
+        more = {}
+        if seed is not None:
+            hidden = engine.runner.model_config.hf_config.hidden_size
+            rows = torch.randn(len(at), hidden, generator=torch.Generator().manual_seed(seed))
+            more = {"positional_embed_overrides": PositionalEmbeds(embeds=rows, positions=at)}
+        request = engine.submit(prompt, new_tokens, **more)
+        while not request.finished():
+            engine.step()
+        cached.append(int(request.cached_tokens))
+    while engine.step():
+        pass
+    return {"cached": cached}

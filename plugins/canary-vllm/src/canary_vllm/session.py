@@ -17,6 +17,7 @@ from canary_adapters import (
     EmbeddingFilter,
     EmbeddingShards,
     Mark,
+    WatchedScales,
     moved_states,
     upload,
 )
@@ -100,6 +101,8 @@ class Session:
             # A connector may load into a layer that was stored; halves of a batch store one after the other.
             follow_stores(self._patches, self.canary, runner, self._tokens)
         self.weights = Weights(self.canary, runner, self._patches, self._reloaded)
+        quantized = runners.quantized(runner)
+        self._scales = WatchedScales(self.canary, quantized, runners.SCALES) if quantized else None
         self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
         alone = origin is None and not drafted
@@ -180,6 +183,9 @@ class Session:
         output, self._pending = self._pending, None
         if output is None:
             return
+        if self._scales is not None and output.scheduled_new_reqs:
+            with self.canary.guard("scales"):
+                self._scales.look()
         with self.canary.guard("scheduled"):
             self.requests.notice(output)
             message = messages.attached(output)

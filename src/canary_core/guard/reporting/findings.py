@@ -195,7 +195,7 @@ class Reporter:
 
     def _take(self, violations: Iterable[tuple[Violation, bool]]) -> list[Violation]:
         """`take`, with whether each may be reported."""
-        stand, looked = [], False
+        stand, looked, contents = [], False, self.writers.any_contents
         for violation, within in violations:
             if not looked:
                 looked = True
@@ -205,6 +205,9 @@ class Reporter:
                 continue
             if violation.kind is Kind.PREFIX and self.writers.carried(violation):
                 self.carried += 1
+                continue
+            if violation.kind is Kind.PREFIX and contents is not None and contents.undecided(violation):
+                self.dismissed += 1
                 continue
             key = key_of(violation)
             if self.known.repeats(key):
@@ -398,7 +401,8 @@ class Reporter:
             whose = self.writers.identities.tell(*anchors)
             if whose is not None:
                 return replace(violation, identity=whose[0], stored_identity=whose[1])
-        return violation
+        contents = self.writers.any_contents
+        return violation if contents is None else contents.tell(violation)
 
     def _table_name(self, kind: int, row: Sequence[int]) -> str | None:
         word = {Kind.READ_TABLE: Row.FOUND_VALUE, Kind.READ_LENGTH: Row.STORED_TOKEN}.get(Kind(kind))
@@ -407,6 +411,8 @@ class Reporter:
     def _row_key(self, row: Sequence[int]) -> int:
         """`key_of` the row's finding."""
         kind, state = row[Row.KIND], self._states[row[Row.REGION]]
+        if kind == Kind.TOKEN and self.writers.any_contents is not None:
+            return key_of(self.decode(row))
         if kind == Kind.READ_LENGTH:
             more = row[Row.FOUND_VALUE] - row[Row.STORED_VALUE]
             name, writer = self._table_name(kind, row), self.writers.name(row[Row.WRITER])

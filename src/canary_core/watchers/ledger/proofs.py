@@ -143,8 +143,8 @@ class Proofs:
         if not own or own == other or mine is None or theirs is None:
             return None
         if mine[1:] == theirs[1:]:
-            # Others may store the same bytes of newer weights, where a change is of no consequence for these tokens; and
-            # a request that ran while the weights changed may have computed them with the new ones.
+            # Others may store the same bytes of newer weights, where a change is of no consequence for these tokens.
+            # And a request that ran while the weights changed may have computed them with the new ones.
             if not came.own[i] or not identities.older(holder.forwards, mine.weights):
                 return None
         elif not came.own[i] and not self._differ(own, other):

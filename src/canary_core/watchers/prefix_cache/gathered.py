@@ -8,8 +8,8 @@ from torch import Tensor
 
 from canary_core.ops.mapping import NOTHING, Seen, verdict
 from canary_core.ops.state import RegionState
-from canary_core.records import ROW_WORDS, Kind, Phase, Row, State, Status
-from canary_core.watchers.prefix_cache.runs import Entries, FreeList
+from canary_core.records import FIRST_CONTENT, ROW_WORDS, Kind, Phase, Row, State, Status
+from canary_core.watchers.prefix_cache.runs import UNKNOWN, Entries, FreeList
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,9 @@ class SlotVerdict:
         prior = every[before.clamp(min=0)]
         known = (before >= 0) & (position > 0) & prior.holds(position - 1) & (prior.hash != 0)
         linked, should_be = seen.continues(position, prior.hash, known)
-        kinds = verdict(seen, position, entries.token, linked)
+        # A cache knows the placeholders of content; what stands for these was never a token.
+        token = torch.where(seen.token >= FIRST_CONTENT, UNKNOWN, entries.token)
+        kinds = verdict(seen, position, token, linked)
         bad = (chosen & (kinds != NOTHING)).nonzero()[:, 0]
         unknown = int((chosen & seen.usable & (seen.state == State.UNKNOWN)).sum())
         return cls(bad, kinds[bad], should_be[bad], seen, int(chosen.sum()), unknown)

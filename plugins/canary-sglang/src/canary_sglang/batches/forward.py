@@ -66,7 +66,7 @@ class ForwardBatches(BatchAdapter[Any]):
         mode = batch.forward_mode.name
         if not names or not batches.is_checked(batch) or batch.seq_lens.shape[0] > len(names):
             return None
-        expected, positions, slots = None, batch.positions, batch.out_cache_loc
+        expected, positions, slots, tokens = None, batch.positions, batch.out_cache_loc, batch.input_ids
         if mode == "DECODE":
             prefix_lens, new_lens = self._decode_lens(batch.seq_lens)
         elif mode == "TARGET_VERIFY":
@@ -84,11 +84,12 @@ class ForwardBatches(BatchAdapter[Any]):
         else:
             prefix_lens, new_lens = batch.extend_prefix_lens, batch.extend_seq_lens
             expected = self._expected(batch, names)
+            tokens = self._tokens(batch, names)
         tables = dict.fromkeys(self._regions, slot_table(self._entries, batch.req_pool_indices, slots))
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
-            token_ids=batch.input_ids,
+            token_ids=tokens,
             writers=self._writers.ids(names),
             tables=tables,
             positions=positions,
@@ -126,6 +127,14 @@ class ForwardBatches(BatchAdapter[Any]):
         torch.sub(seq_lens, ones, out=prefix_lens)
         return prefix_lens, ones
 
+    def _tokens(self, batch: Any, names: Sequence[str]) -> Tensor:
+        """The tokens of an extend, with the numbers of embeddings that override some of them."""
+        prefixes, news = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        if self._ahead or getattr(batch, "replace_embeds", None) is None or prefixes is None or news is None:
+            tokens: Tensor = batch.input_ids
+            return tokens
+        return self._writers.writers.contents.given(names, prefixes, news, batch.input_ids)
+
     def _expected(self, batch: Any, names: Sequence[str]) -> Tensor | None:
         """The requests' own tokens for an extend, as `BatchView.expected_tokens`; None if the model computes others, as
         with embeddings, or images in a separate encoder. A draft model gets the tokens of images after the served model
@@ -142,5 +151,6 @@ class ForwardBatches(BatchAdapter[Any]):
                 requests[i] = None
         ends = [prefix + new + self._ahead for prefix, new in zip(prefixes, news, strict=True)]
         begins = None if self._anchors.common else [prefix + self._ahead for prefix in prefixes]
-        tokens = expected_tokens(requests, ends, batch.input_ids.device, begins)
+        contents = None if self._ahead else self._writers.writers.any_contents
+        tokens = expected_tokens(requests, ends, batch.input_ids.device, begins, contents)
         return tokens if tokens is None else tokens[:, self._ahead :]

@@ -2,7 +2,7 @@
 the prefix of another request."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,13 +10,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from canary_adapters import unknown_tokens
+from canary_sglang.compat.schedulers import overrides
+
+if TYPE_CHECKING:
+    from canary_core import Contents
 
 
 def expected_tokens(
-    requests: Sequence[Any | None], ends: Sequence[int], device: torch.device, begins: Sequence[int] | None = None
+    requests: Sequence[Any | None],
+    ends: Sequence[int],
+    device: torch.device,
+    begins: Sequence[int] | None = None,
+    contents: "Contents | None" = None,
 ) -> Tensor | None:
     """Tokens of SGLang's `Req` objects by position, int32 ``[requests, width]``: from position ``begins`` (default 0)
-    up to ``ends``, -1 elsewhere and where they are unknown. None if no request is known. Costs one copy to the device;
+    up to ``ends``, -1 elsewhere and where they are unknown. ``contents``:
+    content in the place of tokens. None if no request is known. Costs one copy to the device;
     the host does not wait for it."""
     if all(request is None for request in requests):
         return None
@@ -32,6 +41,8 @@ def expected_tokens(
         output = request.output_ids[: min(end, width) - known] if known == len(prompt) else ()
         if len(output):
             row[known : known + len(output)] = as_array(output)
+        if contents is not None and overrides(request) is not None:
+            row[:] = contents.over(request.rid, torch.from_numpy(row)).numpy()
     for row, begin in zip(table.numpy(), begins or (), strict=begins is not None):
         row[:begin] = -1
     return table.to(device, non_blocking=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canary_adapters import BatchRows, EmbeddedRequests, upload
+from canary_adapters import BatchRows, EmbeddedRequests, put_embeddings, upload
 from canary_core import Writers
 from canary_sglang.compat import schedulers
 
@@ -58,6 +58,7 @@ class RequestWriters:
                 self._identify(request)
                 if schedulers.embedded(request):
                     self.embedded.add(request.rid)
+                self._put_contents(request)
 
     def _identify(self, request: Any) -> None:
         identity = schedulers.identity(request, self._adapters)
@@ -66,6 +67,15 @@ class RequestWriters:
             # Its requests go on from each other's slots, whatever salt and key each of them brings.
             identity = {**self._sessions.setdefault(session, identity), "lora": identity.get("lora")}
         self.writers.identify(request.rid, **identity)
+
+    def _put_contents(self, request: Any) -> None:
+        """Takes the request's content in the place of tokens. Whole prompts of embeddings need the prefix cache off."""
+        given = schedulers.overrides(request)
+        if given is not None:
+            put_embeddings(self.writers, request.rid, given.positions, given.embeds)
+        for first, count, number, what in schedulers.media(request):
+            numbers = torch.tensor([number], dtype=torch.int64, device="cpu").expand(count)
+            self.writers.contents.put(request.rid, first, numbers, f"{what} #{number:x}")
 
     def request(self, name: str) -> Any | None:
         """The `Req` object with the name, None if unknown, gone, or not unique."""

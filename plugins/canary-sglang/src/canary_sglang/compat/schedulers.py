@@ -1,6 +1,7 @@
 """`Scheduler` and its requests."""
 
 import http
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -114,7 +115,22 @@ def embedded(request: Any) -> bool:
     """Whether the request has embeddings in the place of tokens, or of some: the tokens there mean nothing."""
     if getattr(request, "input_embeds", None) is not None:
         return True
-    return getattr(request, "positional_embed_overrides", None) is not None
+    return overrides(request) is not None
+
+
+def overrides(request: Any) -> Any | None:
+    """The request's `PositionalEmbeds`: ``embeds`` in the place of the tokens at ``positions``; None for none."""
+    return getattr(request, "positional_embed_overrides", None)
+
+
+def media(request: Any) -> Iterator[tuple[int, int, int, str]]:
+    """Images and other media of a request: first position, number of positions, the token there, and the modality.
+    SGLang has put a number made of a hash in the place of the tokens."""
+    for item in getattr(getattr(request, "multimodal_inputs", None), "mm_items", None) or ():
+        number: Any = getattr(item, "pad_value", None)
+        what = getattr(item, "modality", None)
+        for first, last in (getattr(item, "offsets", None) or ()) if number is not None else ():
+            yield int(first), int(last) - int(first) + 1, int(number), str(getattr(what, "name", "media")).lower()
 
 
 def abort(scheduler: Any, request: Any, message: str) -> bool:

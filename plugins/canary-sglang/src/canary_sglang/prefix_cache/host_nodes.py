@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from canary_adapters import FIRST_CONTENT
 from canary_sglang.prefix_cache.tree import Broken
 from canary_sglang.prefix_cache.walk import HostRun
 from canary_sglang.transfer.hicache import ParkedRecords
@@ -33,7 +34,8 @@ def check_host_nodes(parked: ParkedRecords, runs: Sequence[HostRun], vocabulary:
     slots = torch.where(inside, numbers, 0)
     stored = parked.records(slots)
     known = inside & stored.known & stored.written
-    other = known & ((stored.positions != position) | ((tokens < vocabulary) & (stored.tokens != tokens)))
+    judged = (tokens < vocabulary) & (stored.tokens < FIRST_CONTENT)
+    other = known & ((stored.positions != position) | (judged & (stored.tokens != tokens)))
     free = inside & ~parked.host_pool.slot_used[slots]
 
     found: dict[int, Broken] = {}

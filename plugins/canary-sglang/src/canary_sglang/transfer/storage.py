@@ -16,6 +16,7 @@ from torch import Tensor
 from canary_core import Arrival, Canary, Origin
 from canary_sglang.batches.tokens import as_array
 from canary_sglang.batches.writers import RequestWriters
+from canary_sglang.compat import schedulers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,4 +114,4 @@ def origin(controller: Any, private: Sequence[str]) -> Origin:
 def _tokens_say_all(request: Any) -> bool:
     """Whether the request's KV depends on its tokens and its identity only."""
     media = getattr(request, "multimodal_inputs", None) is not None or getattr(request, "mm_inputs", None) is not None
-    return not media and getattr(request, "input_embeds", None) is None
+    return not media and not schedulers.embedded(request)

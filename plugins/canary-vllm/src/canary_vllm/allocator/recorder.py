@@ -9,6 +9,7 @@ from typing import Any
 from canary_adapters import AnswerLists, BlockEvent, BlockLoad, BlockMessage, BlockSort, add_event
 from canary_core import Event, Patches, emit
 from canary_vllm.allocator import messages
+from canary_vllm.batches.contents import loaded
 from canary_vllm.prefix_cache.structure import sweep
 from canary_vllm.weights import adapter_name
 
@@ -187,7 +188,7 @@ class BlockRecorder:
         for number, held in enumerate(self._manager.get_block_ids(request.request_id)):
             size = int(groups[number].kv_cache_spec.block_size)
             brought_to.append([int(b) for b in held[first // size : -(-(first + brought) // size)]])
-        tokens = list(request.all_token_ids[: first + brought])
+        tokens = loaded(request, list(request.all_token_ids[: first + brought]))
         # With embeddings in the place of tokens the prefix can't be known.
         known = getattr(request, "prompt_embeds", None) is None
         conditions = adapter_name(request.lora_request), getattr(request, "cache_salt", None)

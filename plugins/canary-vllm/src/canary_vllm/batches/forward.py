@@ -48,14 +48,15 @@ class V1Batches(BatchAdapter[Any]):
             entries, slots = table.block_table.gpu[:rows], table.slot_mapping.gpu[:tokens]
             tables[group.region] = table_of(group, entries, slots, runner.seq_lens[:rows])
         computed = inputs.num_computed_tokens_cpu[:rows].tolist
+        token_ids, expected = self._requests.tokens(names, computed, new, runner.input_ids.gpu[:tokens])
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
-            token_ids=runner.input_ids.gpu[:tokens],
+            token_ids=token_ids,
             positions=runner.positions[:tokens],
             writers=self._requests.ids(names),
             tables=tables,
-            expected_tokens=self._requests.prompts.table(names, computed, new),
+            expected_tokens=expected,
             anchors=self._requests.writers.anchors(names, prefix_lens.device),
         )
 
@@ -85,14 +86,15 @@ class V2Batches(BatchAdapter[Prepared]):
             g.region: table_of(g, batch.block_tables[g.number][:rows], slots[g.number][:tokens], ends)
             for g in self._groups
         }
+        token_ids, expected = self._requests.tokens(names, most.tolist, new, inputs.input_ids[:tokens])
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
-            token_ids=inputs.input_ids[:tokens],
+            token_ids=token_ids,
             positions=inputs.positions[:tokens],
             writers=self._requests.ids(names),
             tables=tables,
-            expected_tokens=self._requests.prompts.table(names, most.tolist, new),
+            expected_tokens=expected,
             anchors=self._requests.writers.anchors(names, prefix_lens.device),
         )
 

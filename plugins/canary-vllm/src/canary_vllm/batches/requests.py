@@ -1,6 +1,6 @@
 """`Requests`: a runner's requests, known from the scheduler's own messages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from canary_adapters import BatchRows, EmbeddedRequests, Prompts, RequestBlocks, upload
 from canary_core import Writers
 from canary_vllm.allocator import messages
+from canary_vllm.batches import contents
 from canary_vllm.weights import adapter_name
 
 
@@ -53,12 +54,11 @@ class Requests:
             self.writers.trace(new.req_id, getattr(message, "traces", {}).get(new.req_id))
             salt = getattr(message, "salts", {}).get(new.req_id)
             self._begun[new.req_id] = adapter_name(new.lora_request), salt, began
-            # V2 sends all that is computed again after a preemption; V1 the prompt.
-            tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             if getattr(new, "prompt_embeds", None) is not None:
                 self.embedded.add(new.req_id)
-            elif tokens is not None:
-                self.prompts.give(new.req_id, upload(tokens, torch.device("cpu")))
+            prompt = contents.prompt(self.writers, new.req_id, new)
+            if prompt is not None:
+                self.prompts.give(new.req_id, prompt)
         self.identify()
         for load in getattr(messages.attached(output), "loads", ()):
             if load.request not in self._live:
@@ -72,6 +72,16 @@ class Requests:
             self.writers.identify(name, lora=lora, cache_salt=salt)
             if began is not None:
                 self.writers.go_on(name, began)
+
+    def tokens(
+        self, names: Sequence[str], computed: Callable[[], Sequence[int]], new: Sequence[int], token_ids: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """A forward's `BatchView.token_ids`, with numbers in the place of ``token_ids`` that stand for content, and
+        `BatchView.expected_tokens`. ``computed``, ``new``: as of `Prompts.table`."""
+        expected, known = self.prompts.table(names, computed, new), self.writers.any_contents
+        if expected is not None and known is not None:
+            token_ids = known.given(names, computed(), new, token_ids)
+        return token_ids, expected
 
     def ids(self, names: Sequence[str]) -> Tensor:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to. The requests

@@ -19,6 +19,16 @@ def layers(runner: Any) -> Mapping[str, Any]:
     return found
 
 
+SCALES = ("_k_scale_float", "_v_scale_float", "_k_scale", "_v_scale")
+"""A layer's scales of KV, as its backend reads them: numbers or tensors."""
+
+
+def quantized(runner: Any) -> dict[str, Any]:
+    """The layers of `layers` whose KV is stored by a scale."""
+    named = ((name, str(getattr(layer, "kv_cache_dtype", ""))) for name, layer in layers(runner).items())
+    return {name: layers(runner)[name] for name, dtype in named if dtype.startswith(("fp8", "int8", "nvfp4"))}
+
+
 def layer_tensors(layer: Any) -> list[Tensor]:
     """The tensors of ``layer`` with KV or states; empty until bound."""
     bound = getattr(layer, "kv_cache", None)
