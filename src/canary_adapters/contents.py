@@ -19,7 +19,7 @@ SAMPLED_WORDS = 64
 
 def put_embeddings(writers: Writers, request: str, positions: range | list[int] | Tensor, rows: Tensor) -> None:
     """The request has the embeddings ``rows`` ``[n, hidden]``, of any dtype, at ``positions``, in the place of tokens.
-    To be called at the request's begin, after `Writers.forget`. Reads the host's memory only: `embedding_numbers`."""
+    For the request's begin, after `Writers.forget`. Reads the host's memory only: see `embedding_numbers`."""
     numbers = embedding_numbers(rows)
     at = torch.as_tensor(list(positions) if isinstance(positions, range) else positions, dtype=torch.int64)
     # One span for each run of positions, so that findings say where the content begins and ends.
@@ -42,7 +42,7 @@ def put_media(writers: Writers, request: str, begin: int, count: int, about: tup
 def embedding_numbers(rows: Tensor) -> Tensor:
     """A number for each of the embeddings ``rows`` ``[n, hidden]``, int32 ``[n]`` on the host, of at least
     `FIRST_CONTENT`: the same for the same bits in `SAMPLED_WORDS`. `UNTOLD` beyond `MOST_EMBEDDINGS`, and for rows on
-    a device, for which the host would wait."""
+    a device, since the host would wait."""
     numbers = torch.full((len(rows),), UNTOLD, dtype=torch.int32, device="cpu")
     if rows.device.type != "cpu" or rows.dim() != 2 or not rows.numel():
         return numbers
@@ -63,5 +63,5 @@ def media_number(key: str) -> int:
 
 
 def _short(numbers: Tensor) -> str:
-    """A name of content by its numbers: the same for the same ones."""
+    """A name of content by its numbers: equal numbers, equal name."""
     return blake2b(numbers.contiguous().numpy().tobytes(), digest_size=4).hexdigest()

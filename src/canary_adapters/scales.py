@@ -12,10 +12,10 @@ _Place = tuple[str, str, dict[str, Any]]
 
 
 class WatchedScales:
-    """Scales ``names`` of ``layers``, such as ``_k_scale``: numbers and tensors, as far as a layer has them. KV in the
-    pool means something else under another scale. So a change counts as one of the weights: a request that begins later
-    and hits a prefix from before is a `prefix` finding with layer, old and new scale; and the event ``scales_changed``
-    says that requests that run read KV by another scale than it was written with.
+    """Scales ``names`` of ``layers``, such as ``_k_scale``: numbers and tensors, as far as a layer has such. KV in the
+    pool means something else under another scale. So a change counts as one of the weights: a later request
+    that hits a prefix from before is a `prefix` finding with layer, old and new scale; and the event ``scales_changed``
+    says that running requests read KV by another scale than KV was written with.
 
     Numbers are compared, tensors by object and version counter; only what has moved is read, for which the host waits
     for the device. A tensor without a version counter is compared by object only.

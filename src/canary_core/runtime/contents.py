@@ -21,7 +21,7 @@ MOST_NUMBERS = 1 << 22
 """Numbers that are remembered, of all requests together; those of the oldest requests go first."""
 
 ONE_NUMBER = 16
-"""What a span costs of `MOST_NUMBERS` beside its numbers."""
+"""Share of a span in `MOST_NUMBERS`, beside its numbers."""
 
 
 class Span(NamedTuple):

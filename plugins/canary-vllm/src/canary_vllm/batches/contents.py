@@ -10,9 +10,9 @@ from canary_core import Writers
 
 
 def put(writers: Writers, name: str, request: Any, length: int) -> None:
-    """Tells ``writers`` the content of ``request``, vLLM's `Request` or `NewRequestData` with a prompt of ``length``
-    tokens. Media count by vLLM's own identifier, by which the prefix cache keeps them apart. Media of a separate
-    encoder have no positions here."""
+    """Tells ``writers`` the content of ``request``, by vLLM's object or message, with a prompt of ``length`` tokens.
+    Media count by vLLM's own identifier, by which the prefix cache keeps them apart. Media of a separate encoder have
+    no positions here."""
     embeds = getattr(request, "prompt_embeds", None)
     if embeds is not None:
         mask = getattr(request, "prompt_is_token_ids", None)
@@ -25,8 +25,8 @@ def put(writers: Writers, name: str, request: Any, length: int) -> None:
 
 
 def prompt(writers: Writers, name: str, request: Any) -> Tensor | None:
-    """The prompt of `NewRequestData`, int64 ``[n]`` on the host, with numbers in the place of tokens where ``writers``
-    is told of content; -1 for what is not known. None without one."""
+    """The prompt in vLLM's message about a new request, int64 ``[n]`` on the host, with numbers in the place of tokens
+    where ``writers`` knows of content; -1 for unknown tokens. None without a prompt."""
     # V2 sends all that is computed again after a preemption; V1 the prompt.
     tokens = getattr(request, "prefill_token_ids", None) or request.prompt_token_ids
     embeds = getattr(request, "prompt_embeds", None)
