@@ -6,6 +6,7 @@ from support.toy import ToyEngine
 
 from canary_core import CanaryConfig, ConfigError
 from canary_core.config import LayerShare
+from canary_core.desk.metrics.readings import MetricReading
 from canary_core.layers import guarded_layers, turn_of
 from canary_core.records import Kind
 from canary_core.region import Placement
@@ -58,6 +59,13 @@ def test_eight_engines_find_a_stray_write_in_any_layer():
     found = [stray_writes(replica) for replica in range(8)]
     assert [len(layers) for layers in found] == [2] * 8
     assert set().union(*found) == set(range(16))
+
+
+def test_the_metrics_say_whose_turn_it_is():
+    """As it was chosen, also where the setting names no turn: so a fleet can be counted by turns."""
+    fleet = [Guarded(ToyEngine(layers=16), layers="1/8", replica=replica) for replica in range(8)]
+    told = {MetricReading.of(one.canary).info[-1] for one in (*fleet, Guarded(ToyEngine(layers=16)))}
+    assert told == {"all", *(f"1/8@{turn}" for turn in range(8))}
 
 
 def test_memory_is_that_share_and_the_start_says_so():

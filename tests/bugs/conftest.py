@@ -1,11 +1,10 @@
 """Bugs of an engine run where the engine is installed."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from bugs.museum import ENGINES
+from bugs.museum import ENGINES, installed
 
 HERE = Path(__file__).parent
 TARGETS = {"sglang": "make test-sglang", "transformers": "make test", "vllm": "make test-vllm"}
@@ -20,10 +19,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips an engine's bugs elsewhere. Engines, and what they import, warn of things that are not ours."""
     for engine in ENGINES:
-        installed = find_spec(engine) is not None
+        here = installed(engine) is not None
         for item in items:
             if HERE / engine not in item.path.parents:
                 continue
             item.add_marker(pytest.mark.filterwarnings("ignore"))
-            if not installed:
+            if not here:
                 item.add_marker(pytest.mark.skip(reason=f"{engine} is not installed; {TARGETS[engine]} has it"))

@@ -135,14 +135,16 @@ def elsewhere(engine: str, bug: Bug) -> str:
     """The reason why the installed release of an engine of `ENGINES` can't show a live bug; empty if it can."""
     from packaging.specifiers import SpecifierSet
 
-    (release, *_) = [*_versions(engine), *_versions(f"{engine}-cpu"), "0"]
+    release = installed(engine) or "0"
     if not bug.releases or release in SpecifierSet(bug.releases):
         return ""
     return f"{ENGINES[engine]} {release} is installed; {bug.releases} has this bug"
 
 
-def _versions(distribution: str) -> list[str]:
-    return [found.version for found in metadata.distributions(name=distribution)]
+def installed(engine: str) -> str | None:
+    """The installed release of an engine of `ENGINES`, None without one. A folder of that name is none."""
+    found = (d.version for name in (engine, f"{engine}-cpu") for d in metadata.distributions(name=name))
+    return next(found, None)
 
 
 def run(bug: Bug, stage: Stage, sound: bool = False) -> Outcome:

@@ -1,7 +1,5 @@
 """Real SGLang, unmodified, misused or wrong by its own API: found, with a clean twin that is silent."""
 
-from importlib.util import find_spec
-
 import pytest
 from bugs import museum
 
@@ -9,7 +7,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.beyond_ci("those of Transformers, and the mechanisms beside this folder"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed; make test-sglang has it"),
+    pytest.mark.skipif(museum.installed("sglang") is None, reason="SGLang is not installed; make test-sglang has it"),
 ]
 LIVE = {name: museum.bug("sglang", f"live.{name}") for name in museum.names("live") if name.startswith("sglang_")}
 

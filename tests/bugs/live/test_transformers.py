@@ -1,13 +1,13 @@
 """Real Transformers, unmodified, misused or wrong by its own API: found, with a clean twin that is silent."""
 
-from importlib.util import find_spec
-
 import pytest
 from bugs import museum
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers is not installed; make test has it"),
+    pytest.mark.skipif(
+        museum.installed("transformers") is None, reason="Transformers is not installed; make test has it"
+    ),
 ]
 LIVE = {
     name: museum.bug("transformers", f"live.{name}")

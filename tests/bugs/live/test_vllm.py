@@ -1,7 +1,5 @@
 """Real vLLM, unmodified, misused or wrong by its own API: found, with a clean twin that is silent."""
 
-from importlib.util import find_spec
-
 import pytest
 from bugs import museum
 
@@ -9,7 +7,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.beyond_ci("those of Transformers, and the mechanisms beside this folder"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm has it"),
+    pytest.mark.skipif(museum.installed("vllm") is None, reason="vLLM is not installed; make test-vllm has it"),
 ]
 LIVE = {name: museum.bug("vllm", f"live.{name}") for name in museum.names("live") if name.startswith("vllm_")}
 

@@ -173,9 +173,9 @@ FAMILIES = (
     Family(
         "info",
         "1 for each guarded process: its machine, its GPU by UUID and by address on the bus, and the version, profile "
-        "and mode of its Canary.",
+        "and mode of its Canary, and the layers whose bytes it guards.",
         _info,
-        extra=("host", "gpu", "pci", "version", "profile", "mode"),
+        extra=("host", "gpu", "pci", "version", "profile", "mode", "layers"),
         together="max",
     ),
     Family("paused", "1 while somebody has paused Canary.", _one("paused"), together="max"),

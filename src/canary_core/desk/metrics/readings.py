@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from canary_core.config import CanaryConfig
+from canary_core.layers import turn_of
 from canary_core.place import Place
 from canary_core.records import Counter, Kind
 
@@ -27,7 +28,7 @@ Owner = tuple[str, str, str]
 @dataclass(frozen=True, slots=True)
 class MetricReading:
     """Figures of one `Canary`, as of the host's last read of its counters. ``skipped``: unchecked work, by reason.
-    ``owner``: of `Place.labels`; ``info``: machine, GPU, its address, version, profile, mode. ``violations``,
+    ``owner``: of `Place.labels`; ``info``: machine, GPU, its address, version, profile, mode, layers. ``violations``,
     ``incidents``: numbers by kind and region, whether or not each was reported by itself. None: unknown, or not
     applicable.
 
@@ -74,7 +75,7 @@ class MetricReading:
             ("coverage", "detection_s", "scrub_period_s", "last_check", "ledger_doubt")
         )
         return cls(
-            owner=place.labels, info=_info(place, config.profile, config.mode), mode=config.mode,
+            owner=place.labels, info=_info(place, config, config.mode), mode=config.mode,
             enabled=False, paused=False, self_test=place.self_test,
             **counts, **named, **sizes, **never,
         )  # fmt: skip
@@ -94,7 +95,7 @@ class MetricReading:
         }
         return cls(
             owner=canary.place.labels,
-            info=_info(canary.place, canary.config.profile, canary.mode),
+            info=_info(canary.place, canary.config, canary.mode),
             mode=canary.mode,
             enabled=canary.enabled and not canary.step.paused,
             paused=canary.step.paused,
@@ -206,9 +207,11 @@ class Readings:
         self._ended.setdefault(reading.owner, Totals()).add(reading)
 
 
-def _info(place: Place, profile: str, mode: str) -> tuple[str, ...]:
+def _info(place: Place, config: CanaryConfig, mode: str) -> tuple[str, ...]:
     """`MetricReading.info`."""
-    return place.host, place.gpu, place.pci, own_version(), profile, mode
+    share = config.layers
+    layers = "all" if share.parts == 1 else f"1/{share.parts}@{turn_of(config)}"
+    return place.host, place.gpu, place.pci, own_version(), config.profile, mode, layers
 
 
 @lru_cache
