@@ -29,9 +29,12 @@ def test_two_requests_of_one_name_are_not_taken_for_each_other(served):
 
 
 def test_beams_switch_nothing_off(served):
-    """Their rows have no request of their own: such forwards are not checked, and what they write is not judged."""
+    """Their rows have no request of their own: such forwards are not checked, and what they write is not judged. That
+    is told."""
     done = served.serve_beams(prompt=list(range(90, 110)), other=list(range(120, 140)))
     if not done:
         pytest.skip("this SGLang has no beams")
     assert quiet(done)
     assert len(done["answers"]["other"]) == 12
+    told = [e for e in served.events() if e["name"] == "unguarded_forward"]
+    assert [e["mode"] for e in told] == ["BEAMS"]

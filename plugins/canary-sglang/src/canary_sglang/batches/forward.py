@@ -64,7 +64,7 @@ class ForwardBatches(BatchAdapter[Any]):
         beams."""
         names = batch.rids
         mode = batch.forward_mode.name
-        if not names or not batches.is_checked(batch) or batch.seq_lens.shape[0] > len(names):
+        if not names or not batches.is_checked(batch) or batches.has_beams(batch):
             return None
         expected, positions, slots, tokens = None, batch.positions, batch.out_cache_loc, batch.input_ids
         if mode == "DECODE":

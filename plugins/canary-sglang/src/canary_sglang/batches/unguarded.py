@@ -8,6 +8,12 @@ from torch import Tensor
 from canary_core import Canary, Event, StepListener
 from canary_sglang.compat import batches
 
+REASON = "not checked yet; slots that such forwards write are not judged"
+BEAMS = (
+    "beams of a search have rows without a request of their own, and which of them goes on from which is not known: no "
+    "request of a batch with beams is checked in that forward, and slots that it writes are not judged"
+)
+
 
 class UnguardedForwards(StepListener):
     """Forgets the slots possibly written by an unchecked forward, and reports it. ``forget``: forgets slots, numbered
@@ -23,11 +29,12 @@ class UnguardedForwards(StepListener):
         """Forgets the slots of ``batch``. Each mode is told once."""
         if not batches.writes_kv(batch):
             return
-        mode = batch.forward_mode.name
+        mode, reason = batch.forward_mode.name, REASON
+        if batches.has_beams(batch):
+            mode, reason = "BEAMS", BEAMS
         self._passed = f"{mode.lower()}_forward"
         if mode not in self._told:
             self._told.add(mode)
-            reason = "not checked yet; slots that such forwards write are not judged"
             self._canary.tell(Event("unguarded_forward", "warning", {"mode": mode, "reason": reason}))
         self._forget_slots(batch.out_cache_loc)
 

@@ -16,6 +16,11 @@ def writes_kv(batch: Any) -> bool:
     )
 
 
+def has_beams(batch: Any) -> bool:
+    """Whether a beam search has appended rows without a request of their own to ``batch``."""
+    return batch.rids is not None and batch.seq_lens.shape[0] > len(batch.rids)
+
+
 def is_checked(batch: Any) -> bool:
     """Whether the forward of a `ForwardBatch` can be checked: its mode is one of `CHECKED_MODES`, without a mix of
     extends and speculating decodes, whose lengths are set by the overlap scheduler later than the host's copy."""
