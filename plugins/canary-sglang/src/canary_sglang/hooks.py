@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from canary_core import CanaryConfig, Event, Level, PluginError, ViolationError, Watchdog, emit, hook_manager
+from canary_sglang.actions.protection import Protection
 from canary_sglang.actions.quarantine import Quarantine
 from canary_sglang.actions.roll_call import RanksRollCall
 from canary_sglang.allocator.lifetime import allocator_hooks
@@ -79,7 +80,8 @@ class Hooks:
             _tell_left_out(missing, "warning", "this release does not have them")
         self._applied = Watchdog(config.silence_s, self._no_pool)
         if config.on_violation != "report":
-            self._quarantine = Quarantine(
+            kind = Protection if config.on_violation == "protect" else Quarantine
+            self._quarantine = kind(
                 config, lambda: [session.canary for session in self.sessions], lambda: _together(self._roll_call)
             )
             hook_manager().register(self._quarantine)
@@ -160,7 +162,10 @@ class Hooks:
         if self.session is None or len(args) + len(kwargs) != 2:
             return process()
         batch, result = args if len(args) == 2 else (kwargs.get("batch", args and args[0]), kwargs.get("result"))
-        return self.session.sampled.answers.processed(process, batch, result)
+        answers = self.session.sampled.answers
+        if isinstance(self._quarantine, Protection):
+            return self._quarantine.taking(lambda: answers.processed(process, batch, result), scheduler, batch)
+        return answers.processed(process, batch, result)
 
     def _batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         tokens: dict[Session, int] = {}
@@ -194,6 +199,7 @@ class Hooks:
             session.notice(batch.reqs)
         if self.session is not None:
             self.session.sampled.answers.begin()
+            self.session.hits.notice(batch)
             if self.session.lifetime is not None:
                 self.session.lifetime.meet(scheduler.tree_cache)
             self.session.sweep.before_batch(scheduler)

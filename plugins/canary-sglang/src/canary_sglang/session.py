@@ -32,6 +32,7 @@ from canary_sglang.allocator.lifetime import Lifetime
 from canary_sglang.batches.draft import DraftBatches
 from canary_sglang.batches.forward import ForwardBatches
 from canary_sglang.batches.given_tables import GivenTables
+from canary_sglang.batches.hits import PrefixHits
 from canary_sglang.batches.sampled import SampledRows
 from canary_sglang.batches.unguarded import UnguardedForwards
 from canary_sglang.batches.writers import RequestWriters
@@ -98,6 +99,8 @@ class Session:
         self._paged = [name for name in names if name not in (state, C128)]
         self.drafts = DraftBatches(runner, self._paged, self.requests)
         self._batches = ForwardBatches(runner, self._paged, self.requests)
+        # A draft model has the slots of the served one.
+        self.hits = PrefixHits(self.canary, runner, () if self.model else self._paged)
         # Records of another engine have that one's weights, which are counted there.
         self.weights = WeightLoads(self.canary, runner.model) if adapters else None
         self.sampled = SampledRows(self.canary, self.requests)
@@ -137,6 +140,7 @@ class Session:
     def _run(self, original: Callable[[], Any], batch: Any) -> Callable[[], Any]:
         """A function that runs the forward of ``batch`` under guard."""
         self._shards.begin()
+        self.hits.check()
         self.sampled.forward(batch)
         # `ModelRunner.forward` never writes to a batch's tensors: it replaces them. Draft workers do, see `DraftHooks`.
         overlap, settle = self._overlap, None

@@ -104,7 +104,7 @@ class Quarantine:
             except Exception as error:
                 # The next agreement tells the other ranks, before they do any more about this suspect.
                 self._failed.add(suspect)
-                self._tell("quarantine_failed", {**_about(suspect), "reason": repr(error)}, "error")
+                self._tell("quarantine_failed", {**about(suspect), "reason": repr(error)}, "error")
 
     def _meet(self, scheduler: Any) -> Ranks:
         self._rank = self._rank or next((canary.config.rank for canary in self._canaries()), 0)
@@ -154,12 +154,12 @@ class Quarantine:
         if cached and place is not None and self._evicts:
             evicted = place.evict()
             if any(evicted.values()):
-                self._tell("quarantined", {**_about(suspect), **evicted}, "warning")
+                self._tell("quarantined", {**about(suspect), **evicted}, "warning")
             cached = place.cached()
         if not cached and not in_use:
             del self._open[suspect]
 
-    def _place(self, scheduler: Any, suspect: Suspect) -> "_Slot | _State | None":
+    def _place(self, scheduler: Any, suspect: Suspect) -> "Slot | _State | None":
         """Where the suspect's slot is found in requests and in the prefix cache; None for a slot that neither has."""
         canary, name = self._canary(suspect.region), suspect.plain_region
         if canary is None or suspect.slot < 0:
@@ -167,13 +167,12 @@ class Quarantine:
         if name == mamba.REGION:
             return _State(scheduler, suspect.slot)
         if name in (*allocators.ALLOCATED_REGIONS, compressor_state.C4):
-            return _Slot(scheduler, suspect.slot, canary.regions[suspect.region])
+            return Slot(scheduler, suspect.slot, canary.regions[suspect.region])
         return None
 
     def _abort(self, scheduler: Any, request: Any, suspect: Suspect) -> None:
-        message = f"the KV cache of this request is corrupted ({suspect.kind}); try again"
-        if schedulers.abort(scheduler, request, message):
-            self._tell("aborted", {"request": request.rid, **_about(suspect)}, "error")
+        if schedulers.abort(scheduler, request, message(suspect)):
+            self._tell("aborted", {"request": request.rid, **about(suspect)}, "error")
 
     def _is_gone(self, suspect: Suspect) -> bool:
         """Whether the slot was rewritten since. Reads the device, after a finding only."""
@@ -192,7 +191,7 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class Slot:
     """A slot of a region in the engine's tables, under its own number or through a map."""
 
     scheduler: Any
@@ -226,19 +225,25 @@ class _State:
     slot: int
 
     def held(self, request: Any) -> bool:
-        """As `_Slot.held`."""
+        """As `Slot.held`."""
         return schedulers.state_slot(self.scheduler, request) == self.slot
 
     def cached(self) -> bool:
-        """As `_Slot.cached`."""
+        """As `Slot.cached`."""
         slots = caches.cached_states(self.scheduler.tree_cache)
         return slots is not None and bool((slots == self.slot).any())
 
     def evict(self) -> dict[str, object]:
-        """As `_Slot.evict`, for states. Returns the number of states."""
+        """As `Slot.evict`, for states. Returns the number of states."""
         return {"evicted_states": caches.evict_states(self.scheduler.tree_cache)}
 
 
-def _about(suspect: Suspect) -> dict[str, object]:
+def message(suspect: Suspect) -> str:
+    """The error of a request ended for ``suspect``."""
+    return f"the KV cache of this request is corrupted ({suspect.kind}); try again"
+
+
+def about(suspect: Suspect) -> dict[str, object]:
+    """``suspect`` as fields of an event."""
     slot = {"slot": suspect.slot} if suspect.slot >= 0 else {}
     return {"kind": suspect.kind, "region": suspect.region, **slot}

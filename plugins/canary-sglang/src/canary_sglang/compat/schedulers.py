@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 
-def running_requests(scheduler: Any) -> list[Any]:
-    """Unfinished requests with slots, or about to get some, in the order of their names."""
-    batches = [scheduler.running_batch, scheduler.last_batch, getattr(scheduler, "cur_batch", None)]
+def running_requests(scheduler: Any, batch: Any = None) -> list[Any]:
+    """Unfinished requests with slots, or about to get some, in the order of their names. ``batch``: one that the
+    scheduler may not name itself."""
+    batches = [scheduler.running_batch, scheduler.last_batch, getattr(scheduler, "cur_batch", None), batch]
     found = {id(request): request for batch in batches if batch is not None for request in batch.reqs}
     if scheduler.chunked_req is not None:
         found[id(scheduler.chunked_req)] = scheduler.chunked_req
@@ -48,7 +49,7 @@ def computed_tokens(scheduler: Any, batch: Any, draft: bool = False) -> int:
 
 def table_row(scheduler: Any, request: Any) -> tuple[torch.Tensor | None, int]:
     """A request's row of the slot table, and its number of valid entries; None and 0 before there is a row."""
-    index = _row_number(request)
+    index = row_number(request)
     if index is None:
         return None, 0
     return scheduler.req_to_token_pool.req_to_token[index], allocated_tokens(request)
@@ -56,7 +57,7 @@ def table_row(scheduler: Any, request: Any) -> tuple[torch.Tensor | None, int]:
 
 def state_slot(scheduler: Any, request: Any) -> int | None:
     """The slot of a request's recurrent state; None before there is one. Reads the device."""
-    index = _row_number(request)
+    index = row_number(request)
     return None if index is None else int(scheduler.req_to_token_pool.req_index_to_mamba_index_mapping[index])
 
 
@@ -66,7 +67,8 @@ def allocated_tokens(request: Any) -> int:
     return int(getattr(kv if hasattr(kv, "kv_allocated_len") else request, "kv_allocated_len", 0))
 
 
-def _row_number(request: Any) -> Any:
+def row_number(request: Any) -> Any:
+    """A request's row of the slot table, None before there is one."""
     kv = getattr(request, "kv", None)
     return getattr(request if hasattr(request, "req_pool_idx") else kv, "req_pool_idx", None)
 
@@ -136,15 +138,28 @@ def media(request: Any) -> Iterator[tuple[int, int, int, str]]:
 def abort(scheduler: Any, request: Any, message: str) -> bool:
     """Ends a running request after its next forward, as SGLang ends requests that time out: the client gets ``message``
     with status 503, and the KV does not enter the prefix cache. False if the request ends already."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
     if request.finished() or request.to_finish is not None:
         return False
-    request.to_finish = FINISH_ABORT(message, http.HTTPStatus.SERVICE_UNAVAILABLE, "KVCacheCorrupted")
+    request.to_finish = corrupted(message)
     # A chunked prefill continues from its own tokens in the cache, so it must put them there until its last chunk.
     if request is not scheduler.chunked_req and len(request.output_ids):
         request.skip_radix_cache_insert = True
     return True
+
+
+def prefix_hits(batch: Any) -> list[tuple[int, int]]:
+    """Of each request with its first prefill in ``batch`` and a prefix from the cache: its row of the slot table, and
+    the prefix's number of tokens."""
+    if not batch.forward_mode.is_extend() or batch.prefix_lens is None:
+        return []
+    decoding = set(map(id, batch.decoding_reqs or ()))
+    hits = []
+    for request, length in zip(batch.reqs, batch.prefix_lens, strict=False):
+        row = row_number(request)
+        # Later chunks have the slots of earlier ones as their prefix.
+        if length and row is not None and request.extend_batch_idx <= 1 and id(request) not in decoding:
+            hits.append((int(row), int(length)))
+    return hits
 
 
 def deciding_group(scheduler: Any) -> tuple[Any, str | None]:
@@ -162,3 +177,10 @@ def deciding_group(scheduler: Any) -> tuple[Any, str | None]:
         group = scheduler.attn_tp_cpu_group
     lone = not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1
     return (None if lone else group), None
+
+
+def corrupted(message: str) -> Any:
+    """The end of a request that its client may try again, with status 503."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return FINISH_ABORT(message, http.HTTPStatus.SERVICE_UNAVAILABLE, "KVCacheCorrupted")

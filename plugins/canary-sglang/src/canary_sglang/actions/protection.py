@@ -1,0 +1,209 @@
+"""`Protection`: acts on verdicts before the scheduler takes the tokens of a step (``CANARY_ON_VIOLATION=protect``)."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from canary_core import Canary, CanaryConfig, Region, RegionKind, Verdict, Violation, Writers, hookimpl
+from canary_sglang.actions.quarantine import Quarantine, Slot, about, message
+from canary_sglang.actions.ranks import Ranks
+from canary_sglang.actions.suspect import Suspect
+from canary_sglang.compat import caches, retraction, schedulers
+
+MOST_TRIES = 2
+"""How often one request is computed again, before an error ends the request: the fault stays."""
+
+LOST = Suspect("", -1, True, -1, "findings_lost", ())
+"""Findings were lost: any KV may be wrong."""
+
+
+class Case(NamedTuple):
+    """A finding to act on. stands: as in `Verdict`."""
+
+    suspect: Suspect
+    stands: bool
+
+
+class Protection(Quarantine):
+    """A `Quarantine` whose requests get no token of the step with a finding. A request loses its slots, as in SGLang's
+    own retraction, and its KV does not enter the prefix cache. A request without tokens, or whose tokens are from KV
+    compared before (`Verdict.stands`), is queued again and keeps the tokens; any other ends with a retryable error.
+    Nodes with the slot leave the prefix cache with all below.
+
+    Without the overlap scheduler, acts right before the result of the step is taken. The overlap scheduler makes one
+    batch more before, so there requests are taken before the next batch is made, and queued after the result has been
+    taken and their tokens passed by. Where neither is possible, acts as a `Quarantine`.
+    """
+
+    def __init__(
+        self,
+        config: CanaryConfig,
+        canaries: Callable[[], Iterable[Canary]],
+        together: Callable[[], bool] = lambda: True,
+    ) -> None:
+        super().__init__(config, canaries, together)
+        self._protects: bool | None = None
+        self._cases: list[Case] = []
+        self._tries: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._again: list[Any] = []
+
+    @hookimpl
+    def canary_verdict(self, verdict: Verdict) -> None:
+        """Keeps the verdict until the scheduler goes on."""
+        suspect = LOST if verdict.finding is None else Suspect.of(verdict.finding)
+        if suspect is LOST or (suspect is not None and self._canary(suspect.region) is not None):
+            self._cases.append(Case(suspect, verdict.stands))
+
+    @hookimpl
+    def canary_violation(self, violation: Violation) -> None:
+        """See `Quarantine`."""
+        if not self._protects:
+            super().canary_violation(violation)
+
+    def begin(self, scheduler: Any) -> Ranks:
+        """See `Quarantine`. The first call also reports an engine where tokens can't be withheld."""
+        ranks = super().begin(scheduler)
+        if self._protects is None:
+            reason = "several ranks would have to agree within a step" if ranks.size > 1 else self._refusal(scheduler)
+            self._protects = not self._off and reason is None
+            if reason is not None and not self._off:
+                reason = f"{reason}; CANARY_ON_VIOLATION=protect does what quarantine does here"
+                self._tell("quarantine_failed", {"reason": reason}, "warning")
+        return ranks
+
+    def turn(self, scheduler: Any) -> None:
+        """See `Quarantine`."""
+        if not self._protects:
+            self._cases.clear()
+            super().turn(scheduler)
+            return
+        self._turn += 1
+        taken = self._withhold(scheduler, scheduler.last_batch)
+        retraction.leave_out(taken, scheduler.running_batch, scheduler.last_batch)
+        if not retraction.awaits_result(scheduler):
+            self._queue_again(scheduler)
+
+    def taking(self, take: Callable[[], Any], scheduler: Any, batch: Any) -> Any:
+        """Runs ``take``: the scheduler takes the result of ``batch``."""
+        if not self._protects:
+            return take()
+        taken = [] if scheduler.enable_overlap else self._withhold(scheduler, batch)
+        with retraction.passing_by_retracted(scheduler) if taken else nullcontext():
+            done = take()
+        retraction.leave_out(taken, scheduler.running_batch, batch)
+        self._queue_again(scheduler)
+        return done
+
+    def _refusal(self, scheduler: Any) -> str | None:
+        """Why tokens can't be withheld with one rank, None if they can."""
+        if caches.keeps_host_copies(scheduler):
+            return "copies in host memory may come back"
+        kinds = {region.kind for canary in self._canaries() for region in canary.regions.values()}
+        if kinds & {RegionKind.STATE, RegionKind.RING}:
+            return "a state says of all tokens before it whether they are right"
+        return retraction.withholding_refusal(scheduler)
+
+    def _withhold(self, scheduler: Any, batch: Any) -> list[Any]:
+        """Acts on the verdicts so far. ``batch``: the one whose result is taken next. Returns the requests taken from
+        the scheduler, still in the batches."""
+        cases, self._cases = self._cases, []
+        taken: list[Any] = []
+        try:
+            cases = [case for case in dict.fromkeys(cases) if case.suspect is LOST or not self._is_gone(case.suspect)]
+            for request, own in self._concerned(scheduler, batch, cases):
+                self._take(scheduler, request, own, taken)
+            self._evict(scheduler, cases)
+        except Exception as error:
+            # In log mode the engine goes on whatever happens.
+            self._tell("quarantine_failed", {"reason": repr(error)}, "error")
+        return taken
+
+    def _concerned(self, scheduler: Any, batch: Any, cases: list[Case]) -> list[tuple[Any, list[Case]]]:
+        """The running requests with wrong KV, each with the cases."""
+        regions = {region.name: region for region in self._regions(scheduler, cases)}
+        found = []
+        for request in schedulers.running_requests(scheduler, batch) if cases else ():
+            name, (row, length) = Writers.told(request.rid), schedulers.table_row(scheduler, request)
+            if row is None:
+                continue
+            held = {n: set(r.slots_of(row[:length]).tolist()) for n, r in regions.items()}
+            own = [
+                case
+                for case in cases
+                if case.suspect is LOST
+                or name in case.suspect.requests
+                or (_is_everyones(case.suspect) and case.suspect.slot in held.get(case.suspect.region, ()))
+            ]
+            found.append((request, own))
+        if retraction.counts_logprobs(batch) and any(own and request in batch.reqs for request, own in found):
+            # SGLang would give the rows after one passed by the log-probabilities of its prompt.
+            beside = [Case(cases[0].suspect, True)]
+            found = [(request, own or (beside if request in batch.reqs else own)) for request, own in found]
+        return [(request, own) for request, own in found if own]
+
+    def _regions(self, scheduler: Any, cases: list[Case]) -> list[Region]:
+        """The regions of the cases' slots, as far as the engine's tables number slots there."""
+        first = {case.suspect.region: case.suspect for case in cases if case.suspect.slot >= 0}
+        places = (self._place(scheduler, suspect) for suspect in first.values())
+        return [place.region for place in places if isinstance(place, Slot)]
+
+    def _take(self, scheduler: Any, request: Any, own: list[Case], taken: list[Any]) -> None:
+        suspect = own[0].suspect
+        if not retraction.may_be_retracted(request):
+            self._abort(scheduler, request, suspect)
+            return
+        tries = self._tries[request] = self._tries.get(request, 0) + 1
+        stands = all(case.stands for case in own) or not request.output_ids
+        again = stands and tries <= MOST_TRIES and retraction.may_go_on(scheduler, request)
+        retraction.retract(scheduler, request)
+        taken.append(request)
+        if again:
+            self._again.append(request)
+            self._tell("recomputed", {"request": request.rid, **about(suspect)}, "warning")
+        else:
+            retraction.end(scheduler, request, message(suspect))
+            self._tell("aborted", {"request": request.rid, **about(suspect)}, "error")
+
+    def _evict(self, scheduler: Any, cases: list[Case]) -> None:
+        """Takes nodes with a wrong slot from the prefix cache, and all nodes below."""
+        if any(case.suspect is LOST for case in cases):
+            self._evict_nodes(scheduler, LOST, lambda slots: torch.ones_like(slots, dtype=torch.bool))
+            return
+        for region in self._regions(scheduler, cases):
+            suspects = [case.suspect for case in cases if case.suspect.region == region.name and case.suspect.slot >= 0]
+            wrong = torch.tensor([suspect.slot for suspect in suspects], device="cpu")
+            must_go = partial(_any_of, region, wrong)
+            cached = caches.cached_slots(scheduler.tree_cache)
+            if cached is None or not must_go(cached).any():
+                continue
+            self._evict_nodes(scheduler, suspects[0], must_go)
+            cached = caches.cached_slots(scheduler.tree_cache)
+            if cached is not None and must_go(cached).any():
+                # A request that could not be retracted has it.
+                self._cases += [Case(replace(suspect, requests=()), False) for suspect in suspects if suspect.spoiled]
+
+    def _evict_nodes(self, scheduler: Any, suspect: Suspect, must_go: caches.SlotTest) -> None:
+        evicted = caches.evict_nodes(scheduler.tree_cache, must_go)
+        if evicted:
+            self._tell("quarantined", {**about(suspect), "evicted_tokens": evicted}, "warning")
+
+    def _queue_again(self, scheduler: Any) -> None:
+        again, self._again = self._again, []
+        for request in again:
+            retraction.queue(scheduler, request)
+
+
+def _is_everyones(suspect: Suspect) -> bool:
+    """Whether the slot is wrong for every reader."""
+    return suspect.slot >= 0 and (suspect.spoiled or not suspect.requests)
+
+
+def _any_of(region: Region, wrong: Tensor, slots: Tensor) -> Tensor:
+    """Whether each of ``slots``, numbered as in the engine's tables, is one of the ``wrong`` ones of ``region``."""
+    return torch.isin(region.slots_of(slots), wrong.to(slots.device))

@@ -1,0 +1,44 @@
+"""`PrefixHits`: slots that requests share from the prefix cache are compared before a forward reads them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from canary_core import Canary, Event
+from canary_sglang.compat import caches, schedulers
+
+
+class PrefixHits:
+    """Compares the bytes of all slots that requests of a batch share from the prefix cache, once for each request, as
+    set by ``CANARY_HIT_CHECK``. A ``hits_unchecked`` event says why none are compared. ``regions``: names of regions
+    numbered by the engine's slot table.
+    """
+
+    def __init__(self, canary: Canary, runner: Any, regions: Sequence[str]) -> None:
+        self._canary = canary
+        self._entries = runner.req_to_token_pool.req_to_token
+        self._regions = regions
+        self._rows: list[tuple[int, int]] = []
+        reason = None
+        if canary.config.bytes == "off":
+            reason = "CANARY_BYTES=off: no bytes are known"
+        elif caches.keeps_host_copies(runner):
+            reason = "copies in host memory are loaded layer by layer while the forward runs"
+        wanted = canary.config.hit_check and bool(regions)
+        self._on = wanted and reason is None
+        if wanted and reason is not None:
+            canary.tell(Event("hits_unchecked", "error", {"reason": reason}))
+
+    def notice(self, batch: Any) -> None:
+        """Takes the `ScheduleBatch` of the next forward."""
+        self._rows = schedulers.prefix_hits(batch) if self._on else []
+
+    def check(self) -> None:
+        """Before the forward, on its stream: the prefix of a later chunk may be under way until here."""
+        rows, self._rows = self._rows, []
+        if rows:
+            slots = torch.cat([self._entries[row, :length] for row, length in rows])
+            self._canary.count("hit_slots", len(slots))
+            for name in self._regions:
+                self._canary.slots.check(name, self._canary.regions[name].slots_of(slots))

@@ -1,0 +1,102 @@
+"""Requests taken from the scheduler before they get a token, as SGLang retracts them when memory runs out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+from canary_sglang.compat import schedulers
+
+
+def retract(scheduler: Any, request: Any) -> None:
+    """Takes a running request's slots, as SGLang does when memory runs out. The request's KV does not enter the prefix
+    cache, and the next token is passed by. `leave_out` takes the request from the batches."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    release_kv_cache(request, scheduler.tree_cache, is_insert=False)
+    request.reset_for_retract()
+    if scheduler.chunked_req is request:
+        scheduler.chunked_req = None
+
+
+def may_be_retracted(request: Any) -> bool:
+    """Whether a running request has slots of its own to give back. A beam search or a streaming session shares
+    slots with others."""
+    return not schedulers.searches_beams(request) and schedulers.streaming_session(request) is None
+
+
+def may_go_on(scheduler: Any, request: Any) -> bool:
+    """Whether a retracted request may be queued again with the tokens given out so far: not one
+    ended by the client, nor one with a grammar, nor one with embeddings as a prompt, begun anew by SGLang."""
+    if request.to_finish is not None or getattr(scheduler, "_pending_chunked_abort_req", None) is request:
+        return False
+    return getattr(request, "grammar", None) is None and not (schedulers.embedded(request) and request.output_ids)
+
+
+def queue(scheduler: Any, request: Any) -> None:
+    """Queues a retracted request again, as SGLang does. A full queue ends the request with an error of its own."""
+    scheduler._add_request_to_queue(request, is_retracted=True)
+
+
+def end(scheduler: Any, request: Any, message: str) -> None:
+    """Ends a retracted request at once: the client gets ``message`` with status 503, or the reason why the request ends
+    anyway, and no token more."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    request.finished_reason = request.to_finish or schedulers.corrupted(message)
+    request.finished_output = True
+    told = AbortReq(rid=request.rid, finished_reason=request.finished_reason.to_json())
+    scheduler.ipc_channels.send_to_tokenizer.send_output(told, request)
+
+
+def leave_out(requests: Sequence[Any], *batches: Any) -> None:
+    """Takes ``requests`` from ``batches``, which may be None."""
+    if not requests:
+        return
+    gone = set(map(id, requests))
+    for batch in {id(batch): batch for batch in batches if batch is not None}.values():
+        kept = [i for i, request in enumerate(batch.reqs) if id(request) not in gone]
+        if len(kept) < len(batch.reqs):
+            batch.filter_batch(keep_indices=kept)
+        # There is room for others now, whichever of the batches had the requests.
+        batch.batch_is_full = False
+
+
+def awaits_result(scheduler: Any) -> bool:
+    """Whether the overlap scheduler has a batch whose result is not taken yet."""
+    return bool(getattr(scheduler, "result_queue", ()))
+
+
+@contextmanager
+def passing_by_retracted(scheduler: Any) -> Iterator[None]:
+    """Context: rows of retracted requests in a decode's result are passed by, as SGLang does with the overlap scheduler
+    only. In a prefill's result they always are."""
+    usual = scheduler.batch_result_processor
+    # It has no state of its own.
+    scheduler.batch_result_processor = replace(usual, enable_overlap=True)
+    try:
+        yield
+    finally:
+        scheduler.batch_result_processor = usual
+
+
+def counts_logprobs(batch: Any) -> bool:
+    """Whether the result of ``batch`` has log-probabilities of prompts, which SGLang takes row by row."""
+    return batch is not None and bool(batch.return_logprob) and batch.forward_mode.is_extend()
+
+
+def withholding_refusal(scheduler: Any) -> str | None:
+    """Why a request can't be retracted before its token is given out, None if it can."""
+    args = scheduler.server_args
+    for name, reason in (
+        ("speculative_algorithm", "speculative decoding"),
+        ("enable_dp_attention", "data-parallel attention"),
+        ("enable_hisparse", "HiSparse"),
+        ("dllm_algorithm", "a diffusion model"),
+    ):
+        if getattr(args, name, None):
+            return f"{reason} takes its tokens in another way"
+    if not scheduler.is_generation:
+        return "an embedding model gives out no tokens"
+    known = is_dataclass(getattr(scheduler, "batch_result_processor", None))
+    return None if known else "this SGLang takes results in another way"

@@ -1,0 +1,97 @@
+"""Random traffic while bits flip anywhere in KV that is in use or parked, and what is answered."""
+
+import contextlib
+import random
+from collections import Counter
+from typing import Any
+
+import torch
+
+from tools.parked_flips import BITS
+from tools.storms import Served, loop
+from tools.traffic import flush
+
+
+def storm_of_flips(engine: Any, seed: int, count: int, rate: float, at_least: int = 1, **more: Any) -> dict[str, Any]:
+    """Through SGLang's own event loop: ``count`` requests with shared prefixes, some longer than a chunk, come in
+    bursts; between two turns a bit flips with probability ``rate``. Each answer is compared with that of the same
+    engine without a flip. ``at_least``: so many tokens are asked for. ``more``: fields of SGLang's message."""
+    scheduler, rng = engine.scheduler, random.Random(f"flips {seed}")
+    prefixes = [[rng.randrange(3, 250) for _ in range(50)] for _ in range(3)]
+    prompts = [
+        rng.choice(prefixes)[: rng.randrange(51)] + [rng.randrange(3, 250) for _ in range(rng.randrange(1, 40))]
+        for _ in range(count)
+    ]
+    lengths = [rng.randrange(at_least, 16) for _ in prompts]
+    events, flips = len(engine.told.events), 0
+
+    def serve(flipping: bool) -> list[Any]:
+        nonlocal flips
+        first = len(engine.requests)
+        idle = turns = 0
+
+        def ingest(*args: Any, **kwargs: Any) -> list[Any]:
+            nonlocal idle, flips, turns
+            turns += 1
+            served = engine.requests[first:]
+            for _ in range(rng.randrange(1, 4)):
+                done = len(engine.requests) - first
+                if done < count and len(scheduler.waiting_queue) < 4 and rng.random() < 0.4:
+                    engine.submit(prompts[done], lengths[done], **more)
+            if flipping and rng.random() < rate:
+                flips += _flip_any(engine, rng)
+            living = len(served) < count or not all(r.finished() for r in served)
+            idle = 0 if scheduler.last_batch is not None else idle + 1
+            if not living and idle > 2:
+                raise Served
+            if turns > 100 * count + 1000:
+                raise RuntimeError("requests never end")
+            return []
+
+        with contextlib.suppress(Served):
+            loop(scheduler, ingest)
+        return engine.requests[first:]
+
+    clean = serve(flipping=False)
+    flush(engine)
+    served = serve(flipping=True)
+    emptied = flush(engine)
+    told: Counter[str] = Counter()
+    for request, right in zip(served, clean, strict=True):
+        answer, due = list(request.output_ids), list(right.output_ids)
+        ended = request.finished_reason.to_json()["type"]
+        told["error" if ended == "abort" else "right" if answer == due else "wrong"] += 1
+        if ended != "abort" and more.get("return_logprob"):
+            told["wrong_logprobs"] += not _same_logprobs(request, right)
+    told.update(event.name for event in engine.told.events[events:])
+    names = ("right", "wrong", "error", "wrong_logprobs", "recomputed", "aborted", "quarantined", "quarantine_failed")
+    free = int(scheduler.token_to_kv_pool_allocator.available_size())
+    return {
+        "flips": flips,
+        **{name: told[name] for name in (*names, "disabled", "reporting_failed")},
+        "emptied": emptied,
+        "lost": int(scheduler.max_total_num_tokens) - free,
+    }
+
+
+def _flip_any(engine: Any, rng: random.Random) -> bool:
+    """Flips a bit of a slot in use, by SGLang's own list of free ones; False where all are free."""
+    allocator, pool = engine.scheduler.token_to_kv_pool_allocator, engine.runner.token_to_kv_pool
+    free = {int(s) for part in (allocator.free_pages, allocator.release_pages) for s in part}
+    used = [slot for slot in range(1, int(engine.scheduler.max_total_num_tokens) + 1) if slot not in free]
+    if not used:
+        return False
+    words = rng.choice((pool.k_buffer, pool.v_buffer))[rng.randrange(pool.layer_num)][rng.choice(used)]
+    words = words.view(torch.int32)
+    words[tuple(rng.randrange(size) for size in words.shape)] ^= 1 << rng.choice(BITS)
+    return True
+
+
+def _same_logprobs(request: Any, right: Any) -> bool:
+    def of(r: Any) -> torch.Tensor:
+        kept = getattr(r, "logprob", r)
+        # The first token of a prompt has none.
+        return torch.tensor([*kept.input_token_logprobs_val[1:], *kept.output_token_logprobs_val])
+
+    mine, due = of(request), of(right)
+    return len(due) > len(right.output_ids) and mine.shape == due.shape and torch.allclose(mine, due, atol=1e-3)

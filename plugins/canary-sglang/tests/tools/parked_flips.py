@@ -1,0 +1,154 @@
+"""Bits that flip in KV parked in the prefix cache, and what is answered from it.
+
+python -m tools.parked_flips COUNT [MODE ...] [overlap] [clean], in this folder: prints a line of JSON for each mode.
+"""
+
+import contextlib
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.storms import Served, loop
+
+LENGTH, NEW_TOKENS = 40, 6
+BITS = (23, 28, 29, 30)
+"""Of the exponent of a 32-bit float: a flip of a lower bit seldom changes a tiny model's answer."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"dtype": "float32"},
+    "overlap": {"dtype": "float32", "disable_overlap_schedule": False},
+}
+"""`ServerArgs` of the engines, without and with the overlap scheduler."""
+
+QUIET = {"CANARY_READ_CHECK": "0", "CANARY_SCRUB_BUDGET": "0", "CANARY_INCIDENT_LIMIT": "1"}
+"""Settings under which only hits are compared."""
+
+PATIENCE = 2000
+"""Turns of the loop for one request, at most."""
+
+
+def serve_parked(
+    engine: Any, count: int, seed: int = 0, flips: bool = True, together: int = 1, **more: Any
+) -> dict[str, Any]:
+    """Through SGLang's own event loop: ``count`` requests, ``together`` at a time, for a few prompts whose KV is
+    parked; before each a random bit of a random layer and half flips in a random slot that it will hit, in SGLang's own
+    tensors. Counts the answers: ``right`` as the ones before any flip, ``wrong``, or an ``error``, which must be told
+    to the client with status 503 and no content; ``kept``: what an erring request had given out, if not the beginning
+    of the right answer. ``more``: fields of SGLang's message."""
+    draw = random.Random(f"parked {seed}")
+    prompts = [[draw.randrange(3, 250) for _ in range(LENGTH)] for _ in range(6)]
+    _answers(engine, [[prompt] for prompt in prompts])
+    engine.scheduler.flush_cache()
+    right = [answer for (answer,) in _answers(engine, [[prompt] for prompt in prompts])]
+    _answers(engine, [[prompt] for prompt in prompts])
+    events, served = len(engine.told.events), Counter[str]()
+    told = _listen(engine.scheduler)
+    for first in range(0, count, together):
+        numbers = [draw.randrange(len(prompts)) for _ in range(min(together, count - first))]
+        requests = [engine.submit(prompts[number], NEW_TOKENS, **more) for number in numbers]
+        for request in requests:
+            # Where nothing of it is parked any more, the request parks it again.
+            served["flipped"] += flips and _flip_parked(engine, request, draw)
+        _run(engine, requests)
+        for request, number in zip(requests, numbers, strict=True):
+            answer = list(request.output_ids)
+            reason = request.finished_reason.to_json()
+            if reason["type"] == "abort":
+                assert reason["status_code"] == 503
+                assert told[request.rid] == reason
+                assert not any(str(token) in reason["message"] for token in (*prompts[number], *right[number]))
+                served["error"] += 1
+                served["kept"] += answer != right[number][: len(answer)]
+            else:
+                served["right" if answer == right[number] else "wrong"] += 1
+    new = engine.told.events[events:]
+    names = ("recomputed", "aborted", "quarantined", "quarantine_failed", "disabled", "reporting_failed")
+    return {
+        "asked": count,
+        **{name: served[name] for name in ("flipped", "right", "wrong", "error", "kept")},
+        **{name: sum(event.name == name for event in new) for name in names},
+        "retracted": sum(request.retraction_count for request in engine.requests[-count:]),
+        "hit_slots": engine.session.canary.stats().get("hit_slots", 0),
+    }
+
+
+def _answers(engine: Any, rounds: list[list[list[int]]]) -> list[list[list[int]]]:
+    answers = []
+    for prompts in rounds:
+        requests = [engine.submit(prompt, NEW_TOKENS) for prompt in prompts]
+        _run(engine, requests)
+        answers.append([list(request.output_ids) for request in requests])
+    return answers
+
+
+def _run(engine: Any, requests: list[Any]) -> None:
+    """SGLang's event loop until the requests have ended and the engine has idled, when it looks for lost slots."""
+    turns = idle = 0
+
+    def ingest(*args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal turns, idle
+        turns += 1
+        idle = 0 if engine.scheduler.last_batch is not None else idle + 1
+        if idle > 2 and all(request.finished() for request in requests):
+            raise Served
+        if turns > PATIENCE:
+            raise RuntimeError("a request never ends")
+        return []
+
+    with contextlib.suppress(Served):
+        loop(engine.scheduler, ingest)
+
+
+def _listen(scheduler: Any) -> dict[str, Any]:
+    """The ends of requests as told to SGLang's process of clients from now on, by name."""
+    told: dict[str, Any] = {}
+    sender = scheduler.ipc_channels.send_to_tokenizer
+    send = type(sender).send_output
+
+    def send_output(output: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(output).__name__ == "AbortReq":
+            told[output.rid] = output.finished_reason
+        return send(sender, output, *args, **kwargs)
+
+    sender.send_output = send_output
+    return told
+
+
+def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:
+    """Flips a bit in a slot that a waiting request will hit, by SGLang's own lookup; False where there is none."""
+    request.init_next_round_input(engine.scheduler.tree_cache)
+    slots = request.prefix_indices.tolist()
+    if not slots:
+        return False
+    pool = getattr(engine.runner.token_to_kv_pool, "full_kv_pool", engine.runner.token_to_kv_pool)
+    slot = draw.choice((pool.k_buffer, pool.v_buffer))[draw.randrange(pool.layer_num)][draw.choice(slots)]
+    words = slot.view(torch.int32)
+    words[tuple(draw.randrange(size) for size in words.shape)] ^= 1 << draw.choice(BITS)
+    return True
+
+
+def main() -> None:
+    """An engine for each mode."""
+    from engines.process import EngineProcess
+    from engines.setups import Setup
+
+    words = sys.argv[2:]
+    modes = [word for word in words if word not in ("overlap", "clean")] or ["report", "protect"]
+    setup = Setup(OPTIONS["overlap" if "overlap" in words else "plain"])
+    for mode in modes:
+        with tempfile.TemporaryDirectory() as folder:
+            engine = EngineProcess(setup, Path(folder), CANARY_ON_VIOLATION=mode, **QUIET)
+            served = engine.serve_parked(count=int(sys.argv[1]), flips="clean" not in words)
+            sys.stdout.write(json.dumps({"mode": mode, **served}) + "\n")
+            sys.stdout.flush()
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()
