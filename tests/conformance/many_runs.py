@@ -1,6 +1,8 @@
 """The suite on a right plugin, again and again: it passes whatever memory held before, and whatever page comes next.
 
 PYTHONPATH=src:tests:examples/canary-toy/src python -m conformance.many_runs 100
+
+A second number is the first run's, 0 by default: each run has other pages and other noise.
 """
 
 import random
@@ -77,8 +79,8 @@ def failures(run: int, patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 def main() -> None:
     """Runs, and what failed in them."""
-    runs, passed = int(sys.argv[1]), 0
-    for run in range(runs):
+    runs, first, passed = int(sys.argv[1]), int((*sys.argv, "0")[2]), 0
+    for run in range(first, first + runs):
         with pytest.MonkeyPatch.context() as patch:
             failed = failures(run, patch)
         passed += not failed

@@ -39,7 +39,11 @@ class TestLlama(PluginConformance):
             "lengths",
             "tables",
             "names",
+            "sampled",
             "identities",
+            "weights",
+            "read_tables",
+            "stores",
         }
     )
     engine_package = "vllm.v1"

@@ -19,6 +19,7 @@ class VLLMSession(EngineSession):
         self._blocks: dict[str, list[int]] = {}
         self._hasher = engine.core.request_block_hasher
         self._identities: list[str] = []
+        self._first_weights: list[Tensor] = []
         engine.renew()
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
@@ -108,6 +109,47 @@ class VLLMSession(EngineSession):
 
         self.engine.core.request_block_hasher = wrong
 
+    def change_weights(self, kept: bool) -> None:
+        """The model's own update, as a trainer calls it; then vLLM's flush of the prefix cache, unless it is
+        forgotten."""
+        model = self.engine.runner.get_model()
+        if not self._first_weights:
+            self._first_weights = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.inference_mode():
+            model.load_weights((name, p.detach() * 1.01) for name, p in [*model.named_parameters()] if "norm" in name)
+        if not kept:
+            self.engine.scheduler.reset_prefix_cache()
+
+    def misread(self, request: str) -> None:
+        """The bug of a copied block table that is another's at its first block; the runner's own table stays right."""
+        runner = self.engine.runner
+        builder = runner.attn_groups[0][0].get_metadata_builder()
+        right = builder.build
+
+        def wrong(*given: Any, **more: Any) -> Any:
+            metadata = right(*given, **more)
+            if request in runner.input_batch.req_ids:
+                del builder.build
+                metadata.block_table = metadata.block_table.clone()
+                metadata.block_table[runner.input_batch.req_ids.index(request), 0] ^= 1
+            return metadata
+
+        builder.build = wrong
+
+    def spoil_store(self, layer: int, half: str, request: str) -> None:
+        """The bug of a stray write: what comes after a layer's attention hits what that layer has just stored."""
+        mlp = self.engine.runner.model.model.layers[layer].mlp
+        right = mlp.forward
+
+        def wrong(*given: Any, **more: Any) -> Any:
+            if request in self.engine.runner.input_batch.req_ids:
+                del mlp.forward
+                newest = self.engine.scheduler.requests[request].num_computed_tokens - 1
+                self.engine.poke(layer, half, request, newest)
+            return right(*given, **more)
+
+        mlp.forward = wrong
+
     def release_running(self, request: str) -> None:
         """The bug of a free too many: the last block of a running request goes back to the pool."""
         self.engine.pool.free_blocks([self.engine.pool.blocks[self.engine.blocks(request)[0][-1]]])
@@ -138,6 +180,9 @@ class VLLMSession(EngineSession):
     def close(self) -> None:
         """The next session begins with `SmallEngine.renew`."""
         self.engine.core.request_block_hasher = self._hasher
+        with torch.inference_mode():
+            for parameter, first in zip(self.engine.runner.get_model().parameters(), self._first_weights, strict=False):
+                parameter.data.copy_(first)
 
     def _before_forward(self, request: str, change: Callable[[int, slice], None]) -> None:
         """``change`` breaks what lies in the runner's buffers for the next forward with the request, given its row and

@@ -23,6 +23,8 @@ MISREAD = (Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED)
 MISCOUNTED = (Kind.WRITE_INPUT, Kind.WRITE_SLOT, Kind.SLOT_RANGE, *MISREAD)
 MISFED = (Kind.WRITE_INPUT,)
 """Told at once, not when the wrong token is read."""
+TURNS = 4
+"""Forwards until each table of attention's was compared once: one of them in each (see `GivenTables.compare`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Defect:
     part: Culprit
     what: str
     advice: str
+    turns: int = 1
+    """Forwards that may have to be broken until one is looked at."""
 
 
 class Defects(Requirements):
@@ -323,6 +327,7 @@ class Defects(Requirements):
             "BatchAdapter",
             "attention was given a table with another slot",
             "ReadTable.given must be the table that attention reads, and ReadTable.kept the engine's own",
+            TURNS,
         )
         self._prefill(bug, table_interval=1)
         self._decode(bug, table_interval=1)
@@ -331,12 +336,18 @@ class Defects(Requirements):
         """Plants ``bug`` before the first forward of a prompt; what is found must be about the prompt."""
         with self._stage(**settings) as stage:
             (ask,) = self._apart(1)
-            ask = Ask(ask.name, traffic.prompt(min(self.longest_prompt, 9), self.vocabulary, "short"), 6)
-            stage.submit(ask)
-            last = len(ask.tokens) - 1
-            self._find_defect(
-                stage, ask, bug, "at a prompt", lambda v: v.position is None or v.position <= last + ANSWERED // 3
-            )
+            for turn in range(bug.turns):
+                tokens = traffic.prompt(min(self.longest_prompt, 9), self.vocabulary, f"short {turn}")
+                # As many forwards after each prompt as are not after the one before, so that turns differ.
+                prompt = Ask(f"{ask.name}-{turn}", tokens, 6 - turn)
+                stage.submit(prompt)
+                stage.require_silence("a request")
+                bug.plant(stage.session, prompt.name)
+                newest = len(tokens) - 1 + ANSWERED // 3
+                if self._found(stage, prompt, bug, lambda v, last=newest: v.position is None or v.position <= last):  # type: ignore[misc]
+                    return
+                stage.finish()
+            self._unfound(stage, bug, "at a prompt")
 
     def _decode(
         self, bug: Defect, *plugins: object, accept: Callable[[Violation], bool] = lambda v: True, **settings: Any
@@ -355,14 +366,24 @@ class Defects(Requirements):
         accept: Callable[[Violation], bool] = lambda v: True,
     ) -> None:
         stage.require_silence("a request")
+        for _ in range(bug.turns - 1):
+            bug.plant(stage.session, ask.name)
+            stage.step()
         bug.plant(stage.session, ask.name)
+        if not self._found(stage, ask, bug, accept):
+            self._unfound(stage, bug, moment)
+
+    def _found(self, stage: Stage, ask: Ask, bug: Defect, accept: Callable[[Violation], bool]) -> bool:
+        """Whether ``bug`` is told in the next steps. Raises `Nonconforming` where told of another request."""
         found = self._await(stage, lambda v: v.kind in bug.kinds and accept(v))
-        if found is None:
-            raise Nonconforming(
-                bug.part,
-                f"{bug.what}{moment and f', {moment}'}, and nothing was found{found_instead(stage)}: {bug.advice}",
-            )
-        self._need_name(found, found.request or found.stored_request, ask.name)
+        if found is not None:
+            self._need_name(found, found.request or found.stored_request, ask.name)
+        return found is not None
+
+    def _unfound(self, stage: Stage, bug: Defect, moment: str) -> None:
+        raise Nonconforming(
+            bug.part, f"{bug.what}{moment and f', {moment}'}, and nothing was found{found_instead(stage)}: {bug.advice}"
+        )
 
     def _require_own_identities(self, stage: Stage) -> None:
         """Nothing is found while the engine keeps identities apart."""

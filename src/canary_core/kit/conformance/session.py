@@ -180,7 +180,8 @@ class EngineSession(ABC):
 
     def misread(self, request: str) -> None:
         """Ability ``read_tables``: in the next forward with ``request``, the table that attention is given names
-        another slot at one of its positions; the engine's own table stays right."""
+        another slot at one of its positions; the engine's own table stays right. Called before each of several
+        forwards: one table of each is compared, and another one in the next."""
         raise self._missing("misread", "read_tables")
 
     def spoil_store(self, layer: int, half: str, request: str) -> None:
