@@ -341,7 +341,6 @@ class Defects(Requirements):
                 # As many forwards after each prompt as are not after the one before, so that turns differ.
                 prompt = Ask(f"{ask.name}-{turn}", tokens, 6 - turn)
                 stage.submit(prompt)
-                stage.require_silence("a request")
                 bug.plant(stage.session, prompt.name)
                 newest = len(tokens) - 1 + ANSWERED // 3
                 if self._found(stage, prompt, bug, lambda v, last=newest: v.position is None or v.position <= last):  # type: ignore[misc]

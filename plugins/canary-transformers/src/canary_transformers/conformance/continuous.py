@@ -1,9 +1,10 @@
 """`ContinuousSession`: continuous batching for the conformance suite, from outside of Canary and of the adapters."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -61,6 +62,7 @@ class ContinuousSession(EngineSession):
         self._prompts: dict[str, Sequence[int]] = {}
         self._answers: dict[str, Sequence[int]] = {}
         self._errors: dict[str, str | None] = {}
+        self._first_weights: list[Tensor] = []
 
     def _engine_options(self, model: ModelName) -> dict[str, Any]:
         return {"page_size": PAGE_TOKENS, "num_blocks": POOL_TOKENS // PAGE_TOKENS, "auto_switch_to_flash": False}
@@ -102,6 +104,11 @@ class ContinuousSession(EngineSession):
         allocator = self._cache.layer_to_allocator[layer]
         place = position % getattr(allocator, "sliding_window", POSITIONS)
         block = allocator.block_table[request][place // PAGE_TOKENS]
+        self._part(layer, half)[block, place % PAGE_TOKENS, 2] ^= 16
+
+    def _part(self, layer: int, half: str) -> Tensor:
+        """K or V of one layer, in bytes: [blocks, tokens of a page, bytes of a token]."""
+        allocator = self._cache.layer_to_allocator[layer]
         shape = (
             -1,
             len(allocator.layer_indices),
@@ -109,13 +116,16 @@ class ContinuousSession(EngineSession):
             PAGE_TOKENS,
             allocator.bytes_per_page // 2 // PAGE_TOKENS,
         )
-        page = self._cache.cache_tensor.view(shape)[block, allocator.layer_indices.index(layer), HALVES.index(half)]
-        page[place % PAGE_TOKENS, 2] ^= 16
+        views: Tensor = self._cache.cache_tensor.view(shape)
+        return views[:, allocator.layer_indices.index(layer), HALVES.index(half)]
 
     def close(self) -> None:
         """Restores the model for the next session."""
         self._manager.batch_processor = None
         self._model.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            for parameter, first in zip(self._model.parameters(), self._first_weights, strict=False):
+                parameter.copy_(first)
 
     def evict(self) -> None:
         """The engine's own action when memory is short, before it takes a request's blocks."""
@@ -154,6 +164,112 @@ class ContinuousSession(EngineSession):
 
         outputs.prepare_batch_tensors = wrong
 
+    def misfeed(self, request: str) -> None:
+        """The bug of a token that is another's, in the buffer of the forward."""
+
+        def wrong(outputs: Any, row: int, new: slice) -> None:
+            outputs.input_ids[new.stop - 1] ^= 1
+
+        self._once_prepared(request, wrong)
+
+    def keep_stale(self, request: str) -> None:
+        """The bug of a buffer that was not filled: what the batch before had there stays, or another token."""
+        stale = self._processor.inputs_and_outputs.input_ids.clone()
+
+        def wrong(outputs: Any, row: int, new: slice) -> None:
+            last = new.stop - 1
+            right = outputs.input_ids[last].clone()
+            outputs.input_ids[last] = stale[last] if stale[last] != right else right ^ 1
+
+        self._once_prepared(request, wrong)
+
+    def shift_positions(self, request: str) -> None:
+        """The bug of positions that count from one."""
+
+        def wrong(outputs: Any, row: int, new: slice) -> None:
+            outputs.position_ids[new] += 1
+
+        self._once_prepared(request, wrong)
+
+    def misplace_read(self, request: str, position: int, other: str) -> None:
+        """The bug of a read index that has another's slot."""
+
+        def wrong(outputs: Any, row: int, new: slice) -> None:
+            for name, group in self._cache.cache_allocators.items():
+                outputs.read_index_storage[group.index, self._place(outputs, name, row, position)] = self._slot(
+                    group, other, position
+                )
+
+        self._once_prepared(request, wrong)
+
+    def misread(self, request: str) -> None:
+        """The bug of a list for attention, of the slots to read or else of those to write, with another slot in it; the
+        block tables stay right."""
+
+        def wrong(outputs: Any, row: int, new: slice) -> None:
+            for name, group in self._cache.cache_allocators.items():
+                if outputs.true_read_sizes[group.index]:
+                    outputs.read_index_storage[group.index, self._place(outputs, name, row, 0)] ^= 1
+                else:
+                    outputs.write_index_storage[group.index, new.start] ^= 1
+
+        self._once_prepared(request, wrong)
+
+    def miscopy(self, layer: int, half: str) -> None:
+        """The bug of a copy that forgets one part."""
+        allocator, part = self._cache.layer_to_allocator[layer], self._part(layer, half)
+        allocator._copy_view = _Forgetful(allocator, part)
+
+    def spoil_store(self, layer: int, half: str, request: str) -> None:
+        """The bug of a stray write: it hits what a layer has just stored."""
+        cache, right = self._cache, self._cache.update
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            done = right(*args, **kwargs)
+            if layer in (kwargs.get("layer_idx"), *args[2:3]):
+                cache.update = right
+                state = self._processor.scheduler.active_requests[request]
+                self.poke(layer, half, request, state.position_offset - 1)
+            return done
+
+        cache.update = wrong
+
+    def change_weights(self, kept: bool) -> None:
+        """Weights change in place, as a trainer does it; then the cache gives up what nobody holds, unless that is
+        forgotten."""
+        if not self._first_weights:
+            self._first_weights = [parameter.detach().clone() for parameter in self._model.parameters()]
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.mul_(1.01)
+        if not kept:
+            self.evict()
+
+    def _once_prepared(self, request: str, change: Callable[[Any, int, slice], None]) -> None:
+        """``change`` breaks what lies in the buffers for the next forward with the request, given them, its row and
+        where its new tokens are."""
+        outputs = self._processor.inputs_and_outputs
+        prepare = outputs.prepare_batch_tensors
+
+        def wrong(*args: Any, **kwargs: Any) -> None:
+            prepare(*args, **kwargs)
+            names = [scheduled.state.request_id for scheduled in outputs.requests_in_batch]
+            if request in names:
+                outputs.prepare_batch_tensors = prepare
+                row = names.index(request)
+                change(outputs, row, slice(*outputs.cumulative_seqlens_q[row : row + 2].tolist()))
+
+        outputs.prepare_batch_tensors = wrong
+
+    def _place(self, outputs: Any, group: str, row: int, position: int) -> int:
+        """Where the read index has ``position`` of a row; of a window it has the last tokens."""
+        state = outputs.requests_in_batch[row].state
+        return int(outputs.cumulative_seqlens_k[group][row + 1] - (state.position_offset - position))
+
+    def _slot(self, group: Any, request: str, position: int) -> int:
+        place = position % getattr(group, "sliding_window", POSITIONS)
+        return int(group.block_table[request][place // PAGE_TOKENS] * group.block_physical_stride + place % PAGE_TOKENS)
+
     def _first_slots(self, request: str) -> list[int]:
         """First slot for each attention type, numbered as in the engine's lists."""
         allocators = self._cache.cache_allocators.values()
@@ -184,3 +300,23 @@ class ContinuousSession(EngineSession):
         """By allocator, the blocks of a finished request kept by the ledger."""
         tokens = [*self._prompts[request], *self._answers[request]]
         return [(a, a.match_prefix_blocks(tokens)) for a in self._cache.cache_allocators.values()]
+
+
+class _Forgetful:
+    """In the place of what an allocator copies blocks in: at the next copy ``part`` keeps what it had."""
+
+    def __init__(self, allocator: Any, part: Tensor) -> None:
+        self._allocator, self._part = allocator, part
+        self._blocks: Tensor = allocator._copy_view
+        self.device = self._blocks.device
+
+    def index_select(self, dimension: int, blocks: Tensor) -> Tensor:
+        """The blocks as they are."""
+        return self._blocks.index_select(dimension, blocks)
+
+    def index_copy_(self, dimension: int, blocks: Tensor, content: Tensor) -> None:
+        """All of ``content`` but the part."""
+        self._allocator._copy_view = self._blocks
+        before = self._part[blocks].clone()
+        self._blocks.index_copy_(dimension, blocks, content)
+        self._part[blocks] = before

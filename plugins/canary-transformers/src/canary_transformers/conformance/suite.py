@@ -22,7 +22,23 @@ HAS_POOL = "page_size" in {f.name for f in fields(ContinuousBatchingConfig)}
 _ABILITIES: frozenset[Ability] = frozenset(
     {"slot_mapping", "padding", "prefix_cache", "preempt", "fork", "raise", "uninstall"}
 )
-_OF_POOL: frozenset[Ability] = frozenset({"lifetime", "park", "evict"})
+_OF_POOL: frozenset[Ability] = frozenset(
+    {
+        "lifetime",
+        "park",
+        "evict",
+        "token_ids",
+        "positions",
+        "tables",
+        "names",
+        "copies",
+        "graphs",
+        "sampled",
+        "weights",
+        "read_tables",
+        "stores",
+    }
+)
 
 
 class ContinuousConformance(PluginConformance):
@@ -45,5 +61,5 @@ class ContinuousConformance(PluginConformance):
 class WindowConformance(ContinuousConformance):
     """Sliding windows beside full attention: two regions take turns on one memory, and prefixes are not shared."""
 
-    abilities = ContinuousConformance.abilities - {"prefix_cache", "park", "evict"}
+    abilities = ContinuousConformance.abilities - {"prefix_cache", "park", "evict", "names", "weights"}
     model: ModelName = "gemma3"
