@@ -10,24 +10,31 @@ from typing import Any, ClassVar
 from canary_sglang import plugin
 
 from canary_core.kit.conformance import run_suite
-from canary_core.testing import EngineSession, PluginConformance
+from canary_core.testing import Ability, EngineSession, PluginConformance
 from engines.driver import begin, converse
 from engines.session import SGLangSession
 from engines.setups import SETUPS
 
 LAYERS = 2
+COMMON: frozenset[Ability] = frozenset(
+    {"slot_mapping", "lifetime", "prefix_cache", "park", "evict", "preempt", "raise"}
+)
+"""Abilities tried with every kind of pool; the others are with MHA."""
 
 
 class SGLangConformance(PluginConformance):
     """LLaMA: K and V of all tokens, slot by slot.
 
     Not declared: a batch on a CPU is not padded (`padding`); SGLang forks no requests, and rolls back only what a draft
-    model proposed (`fork`, `roll_back`); what its `HookRegistry` has wrapped stays so (`uninstall`).
+    model proposed (`fork`, `roll_back`, `copies`); on a CPU attention reads the table itself, and no graph runs
+    (`read_tables`, `graphs`); what its `HookRegistry` has wrapped stays so (`uninstall`).
     """
 
     plugin = plugin
     layers, halves = LAYERS, ("k", "v")
-    abilities = frozenset({"slot_mapping", "lifetime", "prefix_cache", "park", "evict", "preempt", "raise"})
+    abilities = COMMON | {
+        "token_ids", "positions", "lengths", "tables", "names", "sampled", "identities", "weights", "stores",
+    }  # fmt: skip
     setup: ClassVar[str] = "mha"
     """One of `SETUPS`."""
     model: ClassVar[dict[str, Any]] = {"num_hidden_layers": LAYERS}
@@ -45,18 +52,21 @@ class Pages(SGLangConformance):
     """Pages of four slots."""
 
     setup = "pages"
+    abilities = COMMON
 
 
 class Fp8(SGLangConformance):
     """K and V of one byte an element."""
 
     setup = "fp8"
+    abilities = COMMON
 
 
 class Latent(SGLangConformance):
     """MLA: one row for K and V together."""
 
     setup, halves = "mla", ("kv",)
+    abilities = COMMON
 
 
 class Window(SGLangConformance):
@@ -64,7 +74,7 @@ class Window(SGLangConformance):
     flipped bit is in it. Not declared: what only a cache with windows keeps is not followed (`park`)."""
 
     setup, layers = "swa", 4
-    abilities = SGLangConformance.abilities - {"park"}
+    abilities = COMMON - {"park"}
     model: ClassVar[dict[str, Any]] = {"sliding_window": 96}
 
 

@@ -1,11 +1,12 @@
 """`SGLangSession`: a small SGLang for the conformance suite, driven and broken through nothing but SGLang itself."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tools.weights import update
 from torch import Tensor
 
 from canary_core.testing import EngineSession
@@ -29,6 +30,7 @@ class SGLangSession(EngineSession):
             raise
         self._requests: dict[str, Any] = {}
         self._rows: dict[str, Tensor] = {}
+        self._key: Any = None
         # Everything that happens to an engine happens in its loop.
         self._loop = self._engine.loop()
         self._loop.__enter__()
@@ -79,23 +81,104 @@ class SGLangSession(EngineSession):
 
     def close(self) -> None:
         """Ends the engine."""
+        if self._key is not None:
+            _radix_key().__init__ = self._key
         self._loop.__exit__(None, None, None)
         take_down()
         self._folder.cleanup()
 
     def misplace_write(self, request: str) -> None:
-        """The bug of a wrong slot mapping: the next decode writes the request's token to a free slot."""
+        """The bug of a wrong slot mapping: the next forward writes the request's last token to a free slot."""
         scheduler = self._scheduler
 
         def wrong(batch: Any) -> Any:
             names = [r.rid for r in batch.reqs]
-            if batch.forward_mode.is_decode() and request in names:
+            if request in names:
                 del scheduler.run_batch
+                row = names.index(request) + 1
+                last = (row if batch.forward_mode.is_decode() else sum(batch.extend_lens[:row])) - 1
                 batch.out_cache_loc = batch.out_cache_loc.clone()
-                batch.out_cache_loc[names.index(request)] = int(self._allocator().free_pages[-1]) * self._page
+                batch.out_cache_loc[last] = int(self._allocator().free_pages[-1]) * self._page
             return type(scheduler).run_batch(scheduler, batch)
 
         scheduler.run_batch = wrong
+
+    def misfeed(self, request: str) -> None:
+        """The bug of a token that is another's, in what the forward reads."""
+
+        def wrong(batch: Any, row: int, new: slice) -> None:
+            batch.input_ids = batch.input_ids.clone()
+            batch.input_ids[new.stop - 1] ^= 1
+
+        self._before_forward(request, wrong)
+
+    def shift_positions(self, request: str) -> None:
+        """The bug of positions that count from one."""
+
+        def wrong(batch: Any, row: int, new: slice) -> None:
+            batch.positions = batch.positions.clone()
+            batch.positions[new] += 1
+
+        self._before_forward(request, wrong)
+
+    def miscount(self, request: str, tokens: int) -> None:
+        """The bug of a length that the device has wrong."""
+
+        def wrong(batch: Any, row: int, new: slice) -> None:
+            batch.seq_lens = batch.seq_lens.clone()
+            batch.seq_lens[row] += tokens
+
+        self._before_forward(request, wrong)
+
+    def misplace_read(self, request: str, position: int, other: str) -> None:
+        """The bug of an entry of the table that is another's, in one forward."""
+        first = position // self._page * self._page
+        page = slice(first, first + self._page)
+        right = self._row(self._requests[request])[page].clone()
+
+        def wrong(batch: Any, row: int, new: slice) -> None:
+            self._row(self._requests[request])[page] = self._row(self._requests[other])[page]
+
+        def restore() -> None:
+            self._row(self._requests[request])[page] = right
+
+        self._before_forward(request, wrong, restore)
+
+    def spoil_store(self, layer: int, half: str, request: str) -> None:
+        """The bug of a stray write: it hits what a layer has just stored."""
+        pool = self._pool
+        (method,) = [name for name in ("set_kv_buffer", "set_mla_kv_buffer") if hasattr(pool, name)][-1:]
+
+        def wrong(stored: Any, *args: Any, **kwargs: Any) -> None:
+            getattr(type(pool), method)(pool, stored, *args, **kwargs)
+            if stored.layer_id == layer:
+                delattr(pool, method)
+                running = self._requests[request]
+                self.poke(layer, half, request, len(running.origin_input_ids) + len(running.output_ids) - 1)
+
+        setattr(pool, method, wrong)
+
+    def submit_as(self, identity: str, request: str, tokens: Sequence[int], new_tokens: int) -> None:
+        """Queues a request with a key of its own in the prefix cache, as each LoRA adapter and salt has."""
+        self._requests[request] = self._engine.submit(list(tokens), new_tokens, request, identity)
+
+    def mix_identities(self) -> None:
+        """The bug of a prefix cache whose keys lack the identity."""
+        self._key = right = _radix_key().__init__
+        first = next(r.extra_key for r in self._requests.values() if r.extra_key is not None)
+
+        def make(key: Any, *args: Any, **kwargs: Any) -> None:
+            right(key, *args, **kwargs)
+            key.extra_key = first
+
+        _radix_key().__init__ = make
+
+    def change_weights(self, kept: bool) -> None:
+        """SGLang's own update; then its flush of the prefix cache, unless it is forgotten."""
+        self._engine.step()
+        update(self._engine)
+        if not kept and not self._scheduler.flush_cache():
+            raise RuntimeError("SGLang could not flush its prefix cache")
 
     def release_running(self, request: str) -> None:
         """The bug of a free too many: the pages of the generated tokens go back to the allocator."""
@@ -140,6 +223,28 @@ class SGLangSession(EngineSession):
         if self._retractions(request) == before:
             raise RuntimeError(f"SGLang has not retracted {request}")
 
+    def _before_forward(
+        self, request: str, change: Callable[[Any, int, slice], None], restore: Callable[[], None] = lambda: None
+    ) -> None:
+        """``change`` breaks the next `ForwardBatch` with the request, given it, its row and where its new tokens are;
+        ``restore`` comes after that forward."""
+        runner = self._engine.runner
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            batch = args[0] if args else kwargs["forward_batch"]
+            if request not in batch.rids:
+                return type(runner).forward(runner, *args, **kwargs)
+            del runner.forward
+            row = batch.rids.index(request)
+            news = [1] * len(batch.rids) if batch.forward_mode.is_decode() else batch.extend_seq_lens.tolist()
+            change(batch, row, slice(sum(news[:row]), sum(news[: row + 1])))
+            try:
+                return type(runner).forward(runner, *args, **kwargs)
+            finally:
+                restore()
+
+        runner.forward = wrong
+
     def _retractions(self, request: str) -> int:
         return int(self._requests[request].retraction_count)
 
@@ -167,3 +272,9 @@ class SGLangSession(EngineSession):
 
     def _whole_pages(self, request: str) -> int:
         return len(self._rows[request]) // self._page * self._page
+
+
+def _radix_key() -> Any:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    return RadixKey

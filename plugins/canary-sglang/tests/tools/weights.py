@@ -27,7 +27,7 @@ def serve_through_updates(engine: Any, prompts: list[list[int]], retract: bool) 
             continue
         if retract:
             engine.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-        _update(engine)
+        update(engine)
         if retract:
             if not engine.scheduler.flush_cache():
                 raise RuntimeError("the cache can't be flushed")
@@ -36,7 +36,7 @@ def serve_through_updates(engine: Any, prompts: list[list[int]], retract: bool) 
     return {**findings(engine), "on": bool(canary.enabled), "changes": changes, "steps": steps}
 
 
-def _update(engine: Any) -> None:
+def update(engine: Any) -> None:
     """New norms, through SGLang's own function."""
     model = engine.runner.model
     news = [(name, p.detach().clone() * 1.05) for name, p in model.named_parameters() if "layernorm" in name]
