@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="looks into Triton's interpreter, which runs kernels where there is no GPU"
 )
 
-FORWARDS = 24
+FORWARDS = 16
 """Some requests end on the way, and what they had is used again."""
 
 

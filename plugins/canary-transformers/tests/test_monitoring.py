@@ -202,6 +202,6 @@ def test_no_label_names_a_request_or_a_slot(scraped):
             for series in scraped.ask("series", **{"match[]": name}):
                 assert series.keys() <= {
                     "__name__", "instance", "job", "replica", "rank", "model", "kind", "region", "reason", "part",
-                    "mode", "host", "gpu", "pci", "version", "profile",
+                    "mode", "host", "gpu", "pci", "version", "profile", "layers",
                 }  # fmt: skip
     assert len(scraped.query('{__name__=~"kv_canary_.*"}')) < 150
