@@ -76,9 +76,11 @@ class Contents:
         """``tokens`` of the request from position 0 on, int64 ``[n]`` on the host, with numbers in the place of those
         that stand for content, and -1 where these are `UNTOLD`: for `BatchView.expected_tokens`. The same tensor where
         there is none."""
-        spans = self._of.get(told(request), ())
-        for at, span in enumerate(spans):
-            tokens = tokens if at else tokens.clone()
+        spans = self._of.get(told(request))
+        if spans is None:
+            return tokens
+        tokens = tokens.clone()
+        for span in spans:
             end = min(span.end, len(tokens))
             if span.begin < end:
                 numbers = span.numbers[: end - span.begin].to(tokens.dtype)

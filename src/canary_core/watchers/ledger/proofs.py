@@ -139,10 +139,10 @@ class Proofs:
             return Disproof("another_sequence", every, f"{where}; {said}", whose, position)
         own, other = arrival.anchor, hashing.signed(holder.hash - came.hashes[i] + arrival.anchor)
         identities = self._writers.identities
-        mine, theirs = identities.of(own), identities.of(other)
-        if not own or own == other or mine is None or theirs is None:
+        mine = identities.of(own)
+        if not own or own == other or mine is None or identities.of(other) is None:
             return None
-        if mine[1:] == theirs[1:]:
+        if identities.same_but_weights(own, other):
             # Others may store the same bytes of newer weights, where a change is of no consequence for these tokens.
             # And a request that ran while the weights changed may have computed them with the new ones.
             if not came.own[i] or not identities.older(holder.forwards, mine.weights):

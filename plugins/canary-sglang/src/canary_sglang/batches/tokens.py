@@ -24,9 +24,8 @@ def expected_tokens(
     contents: "Contents | None" = None,
 ) -> Tensor | None:
     """Tokens of SGLang's `Req` objects by position, int32 ``[requests, width]``: from position ``begins`` (default 0)
-    up to ``ends``, -1 elsewhere and where they are unknown. ``contents``:
-    content in the place of tokens. None if no request is known. Costs one copy to the device;
-    the host does not wait for it."""
+    up to ``ends``, -1 elsewhere and where they are unknown. ``contents``: content in the place of tokens. None if no
+    request is known. Costs one copy to the device; the host does not wait for it."""
     if all(request is None for request in requests):
         return None
     table = unknown_tokens(len(requests), max(ends), device)

@@ -25,8 +25,8 @@ SCALES = ("_k_scale_float", "_v_scale_float", "_k_scale", "_v_scale")
 
 def quantized(runner: Any) -> dict[str, Any]:
     """The layers of `layers` whose KV is stored by a scale."""
-    named = ((name, str(getattr(layer, "kv_cache_dtype", ""))) for name, layer in layers(runner).items())
-    return {name: layers(runner)[name] for name, dtype in named if dtype.startswith(("fp8", "int8", "nvfp4"))}
+    scaled, found = ("fp8", "int8", "nvfp4"), layers(runner).items()
+    return {name: layer for name, layer in found if str(getattr(layer, "kv_cache_dtype", "")).startswith(scaled)}
 
 
 def layer_tensors(layer: Any) -> list[Tensor]:
