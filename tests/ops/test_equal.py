@@ -125,7 +125,7 @@ def together(reference: Backend, kernels: Backend, state: RegionState, batch: Ba
     return differences(one, launched, batch.tokens) + differences(one, swapped, batch.tokens)
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 10**6))
 def test_kernels_equal_reference(seed):
     """On random layouts, tables, batches and faults every op leaves the same bits behind."""

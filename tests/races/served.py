@@ -84,6 +84,14 @@ class Served:
             for _ in range(forwards):
                 self.forward()
 
+    def serve_until_race(self, most: int) -> None:
+        """Until launches race, at most so many."""
+        with self.accesses.looking():
+            for _ in range(most):
+                if self.accesses.races:
+                    return
+                self.forward()
+
     def forward(self) -> None:
         """One forward, and what comes before and after it."""
         with self.device.on(self.scheduler):

@@ -82,7 +82,7 @@ def test_a_record_that_the_next_forward_should_wait_for_is_told(monkeypatch):
     still to read."""
     monkeypatch.setattr(EventQueue, "frees_nothing", True)
     served = Served(monkeypatch, Overlap.NEXT)
-    served.serve(FORWARDS)
+    served.serve_until_race(FORWARDS)
     assert any("fingerprint_record_kernel" in race and "the pool's k.0" in race for race in served.accesses.races)
 
 
@@ -90,7 +90,7 @@ def test_a_join_that_waits_for_nothing_is_told(monkeypatch):
     """The engine fills the rows of its table while a check may still read them."""
     served = Served(monkeypatch, Overlap.ALL)
     monkeypatch.setattr(Event, "wait", lambda *args: None)
-    served.serve(FORWARDS)
+    served.serve_until_race(FORWARDS)
     assert any("the table" in race for race in served.accesses.races)
 
 
@@ -98,7 +98,7 @@ def test_an_engine_that_does_not_keep_its_promise_is_told(monkeypatch):
     """Under `Overlap.NEXT` it fills the lengths of the next batch into the tensors of this one."""
     served = Served(monkeypatch, Overlap.NEXT)
     served.refills = True
-    served.serve(FORWARDS)
+    served.serve_until_race(FORWARDS)
     assert any("the batch's prefix_lens" in race for race in served.accesses.races)
 
 
@@ -106,7 +106,7 @@ def test_memory_that_is_given_back_too_early_is_told(monkeypatch):
     """Nobody tells torch's allocator what the side stream still reads."""
     served = Served(monkeypatch, Overlap.NEXT)
     monkeypatch.setattr(served.side, "reads", lambda *tensors: None)
-    served.serve(FORWARDS)
+    served.serve_until_race(FORWARDS)
     assert any("whoever gets the memory" in race for race in served.accesses.races)
 
 
@@ -114,5 +114,5 @@ def test_a_scheduler_that_does_not_follow_the_check_is_told(monkeypatch):
     """It fills rows of the table on its own stream while the check still reads them."""
     served = Served(monkeypatch, Overlap.NEXT, scheduler=True)
     monkeypatch.setattr(served.canary.step, "follow_check", lambda: None)
-    served.serve(FORWARDS)
+    served.serve_until_race(FORWARDS)
     assert any("the table" in race for race in served.accesses.races)

@@ -18,8 +18,8 @@ from canary_core.testing import ABILITIES, run_suite
 HEAD = """# What each plugin does
 
 Every row is a test of the [conformance suite](plugin-author.md), run on the real engine. **yes**: it passes. An empty
-cell: the plugin does not declare the ability, either because its engine does not have it, or because the plugin does
-not follow it. Written by [support/matrix.py](../tests/support/matrix.py), which says how.
+cell: the plugin does not declare the ability; [why](#why-a-cell-is-empty) is below. Written by
+[support/matrix.py](../tests/support/matrix.py), which says how.
 
 """
 CELLS = {"passed": "yes", "failed": "FAILS", "undeclared": "", "not_run": "not run"}
@@ -45,6 +45,10 @@ def page(results: list[dict[str, Any]]) -> str:
         cells = [_cell(result, test["test"]) for result in results]
         ability = f"`{test['ability']}`" if test["ability"] else "every plugin"
         lines.append(f"| {test['what']} | {ability} | {' | '.join(cells)} |")
+    lines += ["", "## Why a cell is empty", ""]
+    for result in results:
+        lacking = {o["ability"]: o["message"] for o in result["outcomes"] if o["result"] == "undeclared"}
+        lines += [f"- {result['engine']}: {lacking[ability]}" for ability in order if ability in lacking]
     return "\n".join(lines) + "\n"
 
 

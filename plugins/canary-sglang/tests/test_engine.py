@@ -142,8 +142,8 @@ def test_canary_and_the_allocator_agree_on_every_slot(engine, request):
 
 @mamba2_beyond_ci
 @pytest.mark.where(
-    pytest.mark.beyond_ci("that of MHA, pages, the window and the small pool"),
-    engine=("mla", "fp8", "mixed", "radix_off", "deepseek_v4"),
+    pytest.mark.beyond_ci("that of the window and the small pool"),
+    engine=("mha", "pages", "mla", "fp8", "mixed", "radix_off", "deepseek_v4"),
 )
 @pytest.mark.long
 @pytest.mark.last

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
 
 R = random.Random(0)
 SHARED = [R.randrange(3, 250) for _ in range(30)]
-TRAFFIC = [SHARED[: R.randrange(12, 30)] + [R.randrange(3, 250) for _ in range(10)] for _ in range(12)]
+TRAFFIC = [SHARED[: R.randrange(12, 30)] + [R.randrange(3, 250) for _ in range(10)] for _ in range(6)]
 OTHERS = [[R.randrange(3, 250) for _ in range(20)] for _ in range(6)]
 
 

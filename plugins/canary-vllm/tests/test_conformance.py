@@ -1,11 +1,12 @@
 """The conformance suite that every plugin must pass, on real vLLM on a CPU, with the V1 runner."""
 
+from collections.abc import Mapping
 from functools import cache
 
 import pytest
 from canary_vllm import plugin
 
-from canary_core.testing import EngineSession, PluginConformance
+from canary_core.testing import Ability, EngineSession, PluginConformance
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("process 0")]
 
@@ -19,8 +20,7 @@ def engine(model: str):
 
 
 class TestLlama(PluginConformance):
-    """Not declared: a batch that no CUDA graph replays is not padded (`padding`); vLLM forks no requests, and rolls
-    back only what was drafted (`fork`, `roll_back`)."""
+    """Every test is inherited."""
 
     plugin = plugin
     layers, halves = 2, ("k", "v")
@@ -46,6 +46,13 @@ class TestLlama(PluginConformance):
             "stores",
         }
     )
+    lacking: Mapping[Ability, str] = {
+        "padding": "a batch that no CUDA graph replays is not padded, and a CPU has no graphs",
+        "graphs": "a CPU has no CUDA graphs",
+        "fork": "vLLM runs each of several answers as a request of its own",
+        "copies": "vLLM forks no requests",
+        "roll_back": "vLLM rolls back only what was drafted",
+    }
     engine_package = "vllm.v1"
     longest_prompt = 100
 

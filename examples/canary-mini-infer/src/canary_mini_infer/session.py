@@ -8,7 +8,7 @@ from mini_infer import InferenceEngine, Qwen2Config, Qwen2ForCausalLM
 from mini_infer.scheduler import Sequence as Request
 from torch import Tensor
 
-from canary_core.testing import EngineSession, PluginConformance
+from canary_core.testing import Ability, EngineSession, PluginConformance
 from canary_mini_infer import plugin
 
 LAYERS, PAGE, VOCABULARY = 2, 16, 128
@@ -218,6 +218,9 @@ class MiniSession(EngineSession):
         ]
 
 
+_OF_PREFIXES: frozenset[Ability] = frozenset({"prefix_cache", "park", "evict", "names"})
+
+
 class MiniConformance(PluginConformance):
     """mini-infer as it is, without its prefix cache, which is broken (see `small_engine`)."""
 
@@ -237,6 +240,18 @@ class MiniConformance(PluginConformance):
             "stores",
         }
     )
+    lacking: Mapping[Ability, str] = {
+        **dict.fromkeys(_OF_PREFIXES, "its prefix cache is broken"),
+        "padding": "mini-infer pads no batches",
+        "graphs": "mini-infer has no CUDA graphs",
+        "fork": "mini-infer runs one answer a request",
+        "copies": "mini-infer forks no requests",
+        "roll_back": "mini-infer rolls no request back",
+        "sampled": "the plugin does not follow the sampler",
+        "identities": "mini-infer has no key beside the tokens",
+        "weights": "without prefixes no KV outlives its request",
+        "read_tables": "attention reads the scheduler's own tables",
+    }
     engine_package = "mini_infer"
 
     def session(self) -> EngineSession:
@@ -247,7 +262,11 @@ class MiniConformance(PluginConformance):
 class MendedConformance(MiniConformance):
     """With a prefix cache that works."""
 
-    abilities = MiniConformance.abilities | {"prefix_cache", "park", "evict", "names"}
+    abilities = MiniConformance.abilities | _OF_PREFIXES
+    lacking: Mapping[Ability, str] = {
+        **{ability: why for ability, why in MiniConformance.lacking.items() if ability not in _OF_PREFIXES},
+        "weights": "mini-infer has no update of its own",
+    }
 
     def session(self) -> EngineSession:
         """A fresh engine, mended."""

@@ -5,8 +5,10 @@ import pytest
 pytestmark = pytest.mark.timeout(900)
 COVERED = pytest.mark.beyond_ci("misuse of a window's allocator, which has two of MHA's")
 SETUPS = ["swa", *(pytest.param(name, marks=COVERED) for name in ("pages", "mha", "hicache", "eagle"))]
+CACHED = pytest.mark.beyond_ci("the same of a page in the prefix cache")
 
 
+@CACHED
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_free_page_that_is_freed_again(start, name):
     """The engine's own ``free`` on slots that nobody has: one finding for the page, with the step of the first free."""
@@ -33,6 +35,7 @@ def test_slots_freed_under_a_running_request(start, name):
     assert all(v["step_freed"] == v["step"] - 1 for v in found if v["step"] == min(v["step"] for v in found))
 
 
+@CACHED
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_held_page_is_handed_out(start, name):
     """The allocator's list names a page that a request still has: both requests are in the finding."""

@@ -5,12 +5,13 @@
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from canary_sglang import plugin
 
 from canary_core.kit.conformance import run_suite
-from canary_core.testing import Ability, EngineSession, PluginConformance
+from canary_core.testing import ABILITIES, Ability, EngineSession, PluginConformance
 from engines.driver import begin, converse
 from engines.session import SGLangSession
 from engines.setups import SETUPS
@@ -20,21 +21,28 @@ COMMON: frozenset[Ability] = frozenset(
     {"slot_mapping", "lifetime", "prefix_cache", "park", "evict", "preempt", "raise"}
 )
 """Abilities tried with every kind of pool; the others are with MHA."""
+LACKING: Mapping[Ability, str] = {
+    "padding": "a batch is padded for CUDA graphs, which a CPU does not have",
+    "graphs": "a CPU has no CUDA graphs",
+    "fork": "SGLang runs each of several answers as a request of its own",
+    "copies": "SGLang forks no requests",
+    "roll_back": "SGLang rolls back only what a draft model proposed",
+    "read_tables": "on a CPU attention reads the scheduler's own table",
+    "uninstall": "what SGLang's HookRegistry has wrapped stays wrapped",
+}
+OF_MHA: Mapping[Ability, str] = dict.fromkeys(set(ABILITIES) - {*COMMON, *LACKING}, "tried with MHA")
+"""What is tried with one kind of pool only."""
 
 
 class SGLangConformance(PluginConformance):
-    """LLaMA: K and V of all tokens, slot by slot.
-
-    Not declared: a batch on a CPU is not padded (`padding`); SGLang forks no requests, and rolls back only what a draft
-    model proposed (`fork`, `roll_back`, `copies`); on a CPU attention reads the table itself, and no graph runs
-    (`read_tables`, `graphs`); what its `HookRegistry` has wrapped stays so (`uninstall`).
-    """
+    """LLaMA: K and V of all tokens, slot by slot."""
 
     plugin = plugin
     layers, halves = LAYERS, ("k", "v")
     abilities = COMMON | {
         "token_ids", "positions", "lengths", "tables", "names", "sampled", "identities", "weights", "stores",
     }  # fmt: skip
+    lacking: Mapping[Ability, str] = LACKING
     setup: ClassVar[str] = "mha"
     """One of `SETUPS`."""
     model: ClassVar[dict[str, Any]] = {"num_hidden_layers": LAYERS}
@@ -52,29 +60,34 @@ class Pages(SGLangConformance):
     """Pages of four slots."""
 
     setup = "pages"
-    abilities = COMMON
+    abilities, lacking = COMMON, {**LACKING, **OF_MHA}
 
 
 class Fp8(SGLangConformance):
     """K and V of one byte an element."""
 
     setup = "fp8"
-    abilities = COMMON
+    abilities, lacking = COMMON, {**LACKING, **OF_MHA}
 
 
 class Latent(SGLangConformance):
     """MLA: one row for K and V together."""
 
     setup, halves = "mla", ("kv",)
-    abilities = COMMON
+    abilities, lacking = COMMON, {**LACKING, **OF_MHA}
 
 
 class Window(SGLangConformance):
     """Layers with a sliding window, whose slots are others than those of the full layers. The window is so long that a
-    flipped bit is in it. Not declared: what only a cache with windows keeps is not followed (`park`)."""
+    flipped bit is in it."""
 
     setup, layers = "swa", 4
     abilities = COMMON - {"park"}
+    lacking: Mapping[Ability, str] = {
+        **LACKING,
+        **OF_MHA,
+        "park": "what only a cache with windows keeps is not followed",
+    }
     model: ClassVar[dict[str, Any]] = {"sliding_window": 96}
 
 

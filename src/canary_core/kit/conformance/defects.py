@@ -20,7 +20,7 @@ from canary_core.violation import Violation
 
 MISREAD = (Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED)
 """Findings about a slot of another request."""
-MISCOUNTED = (Kind.WRITE_INPUT, Kind.WRITE_SLOT, Kind.SLOT_RANGE, *MISREAD)
+MISCOUNTED = (Kind.READ_LENGTH, Kind.WRITE_INPUT, Kind.WRITE_SLOT, Kind.SLOT_RANGE, *MISREAD)
 MISFED = (Kind.WRITE_INPUT,)
 """Told at once, not when the wrong token is read."""
 TURNS = 4
@@ -88,7 +88,7 @@ class Defects(Requirements):
     @needs("lengths")
     def test_wrong_lengths_are_named(self) -> None:
         """A forward whose lengths on the device are not those of the scheduler is told."""
-        advice = "prefix_lens and new_lens must be what the forward reads, not made from lists on the host"
+        advice = "prefix_lens and new_lens, or ReadTable.lens, must be what is read, not made from lists on the host"
         for tokens in (-1, 1):
             bug = Defect(
                 lambda session, name, tokens=tokens: session.miscount(name, tokens),  # type: ignore[misc]
@@ -97,7 +97,7 @@ class Defects(Requirements):
                 f"a forward was given a length that is {tokens:+d} token",
                 advice,
             )
-            self._decode(bug)
+            self._decode(bug, table_interval=1)
 
     @needs("tables")
     def test_a_foreign_slot_is_named(self) -> None:

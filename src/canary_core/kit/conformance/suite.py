@@ -1,6 +1,6 @@
 """`PluginConformance`: requirements for every plugin of an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from canary_core.kit.conformance.defects import Defects
 from canary_core.kit.conformance.session import Ability, EngineSession
@@ -14,6 +14,7 @@ class PluginConformance(Defects):
             plugin = "toy"
             layers, halves = 2, ("k", "v")
             abilities = frozenset({"lifetime", "padding", "prefix_cache"})
+            lacking = {"fork": "the engine runs each request once"}
 
             def session(self) -> EngineSession:
                 return ToySession()
@@ -30,6 +31,9 @@ class PluginConformance(Defects):
     """A layer's parts of a token, named as in `KVSource.half`."""
     abilities: frozenset[Ability] = frozenset()
     """See `Ability`."""
+    lacking: Mapping[Ability, str] = {}
+    """Abilities outside of ``abilities``, and why: the engine does not have them, or the plugin does not follow them.
+    The reasons are in the skipped tests and in the support matrix."""
     vocabulary: int = 128
     """Prompts are made of token ids from 1 to below."""
     longest_prompt: int = 40

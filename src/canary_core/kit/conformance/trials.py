@@ -61,6 +61,7 @@ class Trials:
     layers: int
     halves: Sequence[str]
     abilities: frozenset[Ability]
+    lacking: Mapping[Ability, str]
     vocabulary: int
     longest_prompt: int
     roll_backs: Sequence[int]
@@ -233,11 +234,15 @@ class Trials:
         return None
 
     def _need(self, ability: Ability) -> None:
-        unknown = sorted(self.abilities - set(ABILITIES))
+        unknown = sorted({*self.abilities, *self.lacking} - set(ABILITIES))
         if unknown:
             raise Nonconforming("session", f"unknown abilities {unknown}; there are {', '.join(ABILITIES)}")
+        if both := sorted(self.abilities & self.lacking.keys()):
+            raise Nonconforming("session", f"{both} are both in abilities and in lacking; take them out of one")
         if ability not in self.abilities:
-            raise unittest.SkipTest(f"ability {ability!r} is not declared")
+            raise unittest.SkipTest(
+                f"ability {ability!r} is not declared: {self.lacking.get(ability, 'the suite does not say why')}"
+            )
 
     def _need_functions(self, functions: Mapping[str, object]) -> None:
         if not functions:

@@ -191,6 +191,15 @@ class ContinuousSession(EngineSession):
 
         self._once_prepared(request, wrong)
 
+    def miscount(self, request: str, tokens: int) -> None:
+        """The bug of cumulative lengths that count another number of tokens for one request."""
+
+        def wrong(outputs: Any, row: int, new: slice) -> None:
+            for lengths in outputs.cumulative_seqlens_k.values():
+                lengths[row + 1 :] += tokens
+
+        self._once_prepared(request, wrong)
+
     def misplace_read(self, request: str, position: int, other: str) -> None:
         """The bug of a read index that has another's slot."""
 

@@ -1,5 +1,6 @@
 """`ContinuousConformance`: the suite of ``canary check-plugin transformers``."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 
 from transformers import ContinuousBatchingConfig
@@ -29,6 +30,7 @@ _OF_POOL: frozenset[Ability] = frozenset(
         "evict",
         "token_ids",
         "positions",
+        "lengths",
         "tables",
         "names",
         "copies",
@@ -39,6 +41,11 @@ _OF_POOL: frozenset[Ability] = frozenset(
         "stores",
     }
 )
+_OF_PREFIXES: frozenset[Ability] = frozenset({"prefix_cache", "park", "evict", "names", "weights"})
+_LACKING: dict[Ability, str] = {
+    "roll_back": "continuous batching rolls no request back",
+    "identities": "continuous batching has no key beside the tokens: one adapter at a time, and no salts",
+}
 
 
 class ContinuousConformance(PluginConformance):
@@ -47,6 +54,9 @@ class ContinuousConformance(PluginConformance):
     plugin = plugin
     layers, halves = LAYERS, HALVES
     abilities = _ABILITIES | _OF_POOL if HAS_POOL else _ABILITIES
+    lacking: Mapping[Ability, str] = (
+        _LACKING if HAS_POOL else {**_LACKING, **dict.fromkeys(_OF_POOL, "this release has no pool of blocks")}
+    )
     vocabulary, longest_prompt = VOCABULARY, LONGEST_PROMPT
     # On 5.17 a block's first write goes to memory that was never cleared, so that it may be lost unseen.
     faults = tuple(name for name in FAULTS if HAS_POOL or name != "lost_write")
@@ -61,5 +71,9 @@ class ContinuousConformance(PluginConformance):
 class WindowConformance(ContinuousConformance):
     """Sliding windows beside full attention: two regions take turns on one memory, and prefixes are not shared."""
 
-    abilities = ContinuousConformance.abilities - {"prefix_cache", "park", "evict", "names", "weights"}
+    abilities = ContinuousConformance.abilities - _OF_PREFIXES
+    lacking: Mapping[Ability, str] = {
+        **ContinuousConformance.lacking,
+        **dict.fromkeys(_OF_PREFIXES, "prefixes are not shared beside windows"),
+    }
     model: ModelName = "gemma3"
