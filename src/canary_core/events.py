@@ -56,6 +56,8 @@ class Event:
     | diagnosis           | an incident's probable nature, with sureness, evidence, and the place of the bundle    |
     | diagnosis_failed    | an incident could not be looked at, and why                                            |
     | notify_failed       | nobody could be notified, why, and how many messages are lost; a minute apart           |
+    | unready             | the engine should take no more requests: why, and the file that says so                |
+    | unready_failed      | ``CANARY_UNREADY_FILE`` can't be made or looked at, and why                            |
     | suppressions_unavailable | ``CANARY_SUPPRESSIONS`` can't be read, and why: nothing is suppressed            |
     | bundle_failed       | no bundle of an incident could be written, and why; told once                          |
     | findings_lost       | an engine failed, and the last findings can't be read from its device any more         |

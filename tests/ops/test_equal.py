@@ -147,7 +147,7 @@ def test_kernels_equal_reference_whatever_is_found():
     not vacuous."""
     found: set[int] = set()
     seen: Counts[str] = Counts()
-    for seed in (3, 8, 9, 24, 33, 42, 74):
+    for seed in (40, 143):
         found |= run(seed, "cpu", seen)
     assert found == {*Kind, PROBE} - {Kind.CACHE_STRUCTURE, Kind.ARRIVAL}
     assert seen["SAMPLED_TOKENS"] > seen["input"] + seen["tail"] + seen["UNSURE"]

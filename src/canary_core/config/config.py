@@ -345,6 +345,18 @@ class CanaryConfig(BaseSettings):
         description="File with a key of 16 bytes or more, by which each notification is signed (HMAC-SHA256). Empty: "
         "unsigned.",
     )
+    unready_file: str = Field(
+        default="",
+        description="File that appears when CANARY_UNREADY_AFTER incidents within ten minutes need somebody, or one "
+        "does and a flood of findings comes: a readiness probe that looks for it takes the engine out of service. "
+        "Empty: none.",
+    )
+    unready_after: int = Field(
+        default=3,
+        ge=1,
+        description="Incidents within ten minutes, suppressed ones not counted, after which CANARY_UNREADY_FILE "
+        "appears.",
+    )
     metrics: Literal["auto", "off", "opentelemetry"] = Field(
         default="auto",
         description="auto: the metrics are where the engine's own are, if it uses prometheus_client: in the registry "

@@ -11,6 +11,7 @@ from canary_core.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from canary_core.desk.notify.sender import Sender
+    from canary_core.desk.notify.unready import Unready
     from canary_core.guard.canary import Canary
 
 TOLD = ("diagnosis", "diagnosis_failed", "incidents_limited", "alarm_dead", "disabled")
@@ -28,10 +29,12 @@ AGAIN_S = 60.0
 
 class Notify:
     """Sends the events of `TOLD`, and ``incident`` where nobody looks at incidents, to the target of the first Canary
-    with ``CANARY_NOTIFY``; suppressed ones not. One sender for each manager and process."""
+    with ``CANARY_NOTIFY``, and counts them for the first ``CANARY_UNREADY_FILE``; suppressed ones not. One sender and
+    one file for each manager and process."""
 
     def __init__(self) -> None:
         self._sender: Sender | None = None
+        self._unready: Unready | None = None
         self._process = 0
         self._names: tuple[str, ...] = TOLD
         self._last_failure = -AGAIN_S
@@ -40,32 +43,41 @@ class Notify:
     def canary_attached(self, canary: "Canary") -> None:
         """Makes the sender. A key that can't be read is told, and nothing is sent: unsigned it would be refused."""
         config = canary.config
-        if not config.notify or (self._sender is not None and self._process == os.getpid()):
+        if self._process != os.getpid():
+            self._process, self._sender, self._unready = os.getpid(), None, None
+            self._names = TOLD if config.diagnose else (*TOLD, "incident")
+        known = ref(canary)
+
+        def tell(event: Event) -> None:
+            if (told_to := known()) is not None:
+                told_to.tell(event)
+
+        if config.unready_file and self._unready is None:
+            from canary_core.desk.notify.unready import Unready
+
+            self._unready = Unready(config.unready_file, config.unready_after, tell)
+        if not config.notify or self._sender is not None:
             return
         from canary_core.desk.notify.sender import Sender, Target
 
-        known = ref(canary)
-
         def failed(reason: str, lost: int) -> None:
-            told_to = known()
-            if told_to is not None and time.monotonic() - self._last_failure >= AGAIN_S:
+            if time.monotonic() - self._last_failure >= AGAIN_S:
                 self._last_failure = time.monotonic()
-                told_to.tell(Event("notify_failed", "warning", {"reason": reason, "lost": lost}))
+                tell(Event("notify_failed", "warning", {"reason": reason, "lost": lost}))
 
         try:
             self._sender = Sender(Target.of(config.notify, config.notify_key_file), failed)
         except CanaryError as error:
-            canary.tell(Event("notify_failed", "warning", {"reason": f"{error}; nobody is notified", "lost": 0}))
-            return
-        self._process = os.getpid()
-        self._names = TOLD if config.diagnose else (*TOLD, "incident")
+            tell(Event("notify_failed", "warning", {"reason": f"{error}; nobody is notified", "lost": 0}))
 
     @hookimpl
     def canary_event(self, event: Event) -> None:
         """Queues ``event`` if somebody should act on it."""
-        if self._sender is None or event.name not in self._names or event.fields.get("suppressed"):
+        if event.fields.get("suppressed") or self._process != os.getpid():
             return
-        if self._process == os.getpid():
+        if self._unready is not None and event.name in (*self._names, "findings_limited"):
+            self._unready.hear(event)
+        if self._sender is not None and event.name in self._names:
             fields = {name: value for name, value in event.fields.items() if name not in LEFT_OUT}
             self._sender.send({"version": 1, "event": event.name, "level": event.level, "time": time.time(), **fields})
 
