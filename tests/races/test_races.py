@@ -82,7 +82,7 @@ def test_a_record_that_the_next_forward_should_wait_for_is_told(monkeypatch):
     still to read."""
     monkeypatch.setattr(EventQueue, "frees_nothing", True)
     served = Served(monkeypatch, Overlap.NEXT)
-    served.serve_until_race(FORWARDS)
+    served.serve(FORWARDS)
     assert any("fingerprint_record_kernel" in race and "the pool's k.0" in race for race in served.accesses.races)
 
 

@@ -17,10 +17,10 @@ INCIDENTS = ("diagnosis", "diagnosis_failed", "incident")
 
 
 class Unready:
-    """Makes ``path`` once ``after`` incidents within ten minutes need somebody, or one does and more is found than
-    there is time to tell: a flood, as of a bad memory chip. A readiness probe looks for the file, which says why and
-    since when. It stays until somebody removes it, or until a Canary starts after the process that made it has ended.
-    A failure is told (``unready_failed``)."""
+    """Makes the file ``path`` after ``after`` incidents within ten minutes, or after one and a flood of findings, as of
+    a bad memory chip. A readiness probe looks for the file, whose content is the reason and the time. The file stays
+    until somebody removes it, or until a Canary starts after the end of the maker's process. A failure is told
+    (``unready_failed``)."""
 
     def __init__(self, path: str, after: int, tell: Callable[[Event], None]) -> None:
         self._path = Path(path)
@@ -31,7 +31,7 @@ class Unready:
         self._try(self._forget_ended)
 
     def hear(self, event: Event) -> None:
-        """Counts ``event``, which nobody has suppressed."""
+        """Counts ``event``, an unsuppressed one."""
         now = time.monotonic()
         if event.name in INCIDENTS:
             self._times.append(now)
