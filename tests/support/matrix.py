@@ -45,10 +45,12 @@ def page(results: list[dict[str, Any]]) -> str:
         cells = [_cell(result, test["test"]) for result in results]
         ability = f"`{test['ability']}`" if test["ability"] else "every plugin"
         lines.append(f"| {test['what']} | {ability} | {' | '.join(cells)} |")
-    lines += ["", "## Why a cell is empty", ""]
+    lines += ["", "## Why a cell is empty", "", "| engine | ability | why |", "|---|---|---|"]
     for result in results:
         lacking = {o["ability"]: o["message"] for o in result["outcomes"] if o["result"] == "undeclared"}
-        lines += [f"- {result['engine']}: {lacking[ability]}" for ability in order if ability in lacking]
+        for ability in (ability for ability in order if ability in lacking):
+            reason = lacking[ability].partition(" is not declared: ")[2]
+            lines.append(f"| {result['engine']} | `{ability}` | {reason} |")
     return "\n".join(lines) + "\n"
 
 
