@@ -39,6 +39,23 @@ def test_the_dashboard_shows_every_metric():
     assert shown == NAMES
 
 
+def test_the_rules_test_of_incidents_by_gpu_is_that_of_the_dashboard():
+    """promtool has evaluated the panel's query, but for what is chosen above the panels."""
+    (tested,) = re.findall(r"expr: (sum by \(host, gpu, kind\).*)", (MONITORING / "alerts_test.yml").read_text())
+    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
+    (query,) = [panel["targets"][0]["expr"] for panel in panels if panel["title"] == "Incidents by GPU"]
+    assert re.sub(r"\{[^}]*\}", "", query) == tested
+
+
+def test_a_host_and_a_gpu_choose_what_is_shown():
+    """The other choices are those of their processes, so "All" is no pattern that matches everything."""
+    choices = {v["name"]: v for v in json.loads((MONITORING / "grafana.json").read_text())["templating"]["list"]}
+    assert list(choices) == ["datasource", "host", "gpu", "instance", "replica", "rank"]
+    for name in ("instance", "replica", "rank"):
+        assert 'kv_canary_info{host=~"$host", gpu=~"$gpu"' in choices[name]["query"]["query"]
+        assert "allValue" not in choices[name]
+
+
 def test_panels_lie_beside_each_other():
     """Within Grafana's 24 columns, none over another, each with a number of its own."""
     panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
