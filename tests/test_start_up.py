@@ -1,6 +1,7 @@
 """What `Canary.warm_up` puts off while another process compiles, and when it is done."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 from support.guarded import Guarded
 
 from canary_core import AttachError, BatchView, Event, Overlap, SlotTable
+from canary_core.guard import start_up
 from canary_core.ops.backends import torch_backend
 
 
@@ -180,6 +182,28 @@ def test_threads_that_come_meanwhile_wait_for_it(starting):
     second.join(10)
     assert order == ["ready", "event"]
     assert len(starting.told) == 1
+
+
+def test_a_long_start_says_what_it_is_at(starting, monkeypatch):
+    """Again and again, until it is done; a short one says nothing."""
+    monkeypatch.setattr(start_up, "PROGRESS_S", 0.01)
+    told = starting.guarded.findings.told
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while len(told("starting")) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    starting.process.wait = wait
+    run(starting)
+    assert {(e.fields["doing"], e.fields["batches"]) for e in told("starting")[:3]} == {("another process compiles", 1)}
+    (done,) = told("warmed_up")
+    assert done.fields["batches"] == 1
+    time.sleep(0.1)  # one may be on its way
+    number = len(told("starting"))
+    time.sleep(0.1)
+    assert len(told("starting")) == number
 
 
 def test_what_a_process_leaves_is_compiled_here_and_told(starting):

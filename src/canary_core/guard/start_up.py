@@ -1,5 +1,6 @@
 """`StartUp`: Canary's work before an engine's first forward."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,9 @@ from canary_core.guard.warm_up import compile_all, compile_beside, row_counts, w
 from canary_core.ops.compile_process import CompileProcess
 from canary_core.runtime.streams import capturing, synchronize
 from canary_core.runtime.workspace import Switch, Workspace
+
+PROGRESS_S = 10.0
+"""Seconds between two events about a start that takes long."""
 
 
 class StartUp:
@@ -91,17 +95,19 @@ class StartUp:
                         "what warm_up has put off can't be captured in a graph; call Canary.finish_warm_up before the "
                         "engine captures a guarded forward, or warm_up without beside"
                     )
-                self.wait()
+                with self._progress("another process compiles"):
+                    self.wait()
                 fields |= self._beside()
                 # The streams on which slots change need not be the one on which this begins.
                 synchronize(device)
-                with self._processes[-1].same_cache():
+                with self._processes[-1].same_cache(), self._progress("ops are launched once"):
                     self._launch()
                 synchronize(device)
                 for process in self._processes:
                     process.remember()
             else:
-                self._launch()
+                with self._progress("ops are compiled and launched once"):
+                    self._launch()
             self._seconds += time.perf_counter() - began
             fields["seconds"] = round(self._seconds, 2)
         finally:
@@ -109,6 +115,22 @@ class StartUp:
             self.give_up()
         if fields["batches"]:
             self._switch.tell(Event("warmed_up", fields=fields))
+
+    @contextlib.contextmanager
+    def _progress(self, doing: str) -> Iterator[None]:
+        """Tells every `PROGRESS_S` seconds, on a thread of its own, that this is still going on."""
+        done, began = threading.Event(), time.monotonic()
+
+        def tell() -> None:
+            while not done.wait(PROGRESS_S):
+                fields = {"doing": doing, "batches": len(self._views), "seconds": round(time.monotonic() - began)}
+                self._switch.tell(Event("starting", fields=fields))
+
+        threading.Thread(target=tell, name="canary start", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
 
     def _beside(self) -> dict[str, object]:
         """Fields of the report about ended processes."""
