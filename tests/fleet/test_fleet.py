@@ -18,7 +18,7 @@ from canary_core.desk.fleet.sightings import of_bundles
 from canary_core.desk.incidents import bundle_writer
 from canary_core.records import Phase
 
-ENGINES, LAYERS = 24, 8
+ENGINES, LAYERS = 24, 6
 
 
 class Fleet:
@@ -37,24 +37,31 @@ class Fleet:
         self._patch.setattr(bundle_writer, "versions", lambda: {"vllm": release})
         folder = self.folder / f"engine-{number}"
         return Guarded(
-            ToyEngine(layers=LAYERS), read_check=-1, incident_dir=str(folder), incident_most=500, replica=number
+            ToyEngine(slots=24, layers=LAYERS),
+            read_check=-1,
+            scrub_budget="0",
+            incident_dir=str(folder),
+            incident_most=500,
+            replica=number,
         )
 
-    def flip(self) -> None:
-        """GPU 7 flips a bit somewhere."""
+    def flip(self, requests: int = 1) -> None:
+        """GPU 7 flips a bit of each of so many requests, somewhere."""
         guarded = self.engine(7)
-        request = guarded.submit(f"r{self.random.randrange(10**6)}", 12)
-        guarded.step(8)
-        tensor = self.random.choice([*guarded.engine.k, *guarded.engine.v]).view(torch.int32)
-        tensor[request.slots[self.random.randrange(8)], self.random.randrange(12)] ^= 1 << self.random.randrange(30)
-        guarded.step(4)
+        running = [guarded.submit(f"r{self.random.randrange(10**6)}", 6) for _ in range(requests)]
+        guarded.step(5)
+        for request in running:
+            tensor = self.random.choice([*guarded.engine.k, *guarded.engine.v]).view(torch.int32)
+            tensor[request.slots[self.random.randrange(5)], self.random.randrange(12)] ^= 1 << self.random.randrange(30)
+        guarded.step(1)
         guarded.canary.close()
 
-    def lose(self) -> None:
-        """The newer release does not store V of layer 5 at times."""
-        guarded = self.engine(self.random.choice([n for n in range(ENGINES) if n % 3]))
-        guarded.submit("a", 12)
-        guarded.step(8)
+    def lose(self, number: int) -> None:
+        """The newer release does not store V of layer 5 at times, on any of its engines."""
+        newer = [n for n in range(ENGINES) if n % 3]
+        guarded = self.engine(newer[number % len(newer)])
+        guarded.submit("a", 9)
+        guarded.step(6)
         kept, forward = guarded.engine.v[5].clone(), guarded.engine.forward
 
         def loses(batch):
@@ -62,38 +69,35 @@ class Fleet:
             guarded.engine.v[5].copy_(kept)
 
         guarded.engine.forward = loses
-        guarded.step(4)
+        guarded.step(3)
         guarded.canary.close()
 
-    def load(self) -> None:
-        """A store brings other KV than was kept, on any engine."""
-        guarded = self.engine(self.random.randrange(ENGINES))
-        guarded.submit("a", 12)
-        guarded.step(8)
-        slot, value = self.random.randrange(1, 9), self.random.getrandbits(60)
-        guarded.canary.report(
-            [
-                Violation(
-                    Kind.ARRIVAL, "full", Phase.EVENT, 1, slot=slot, position=0, request="a", stored_value=1,
-                    found_value=value, origin="HiCacheFile", sources=("k.0",),
-                )
-            ]
-        )  # fmt: skip
-        guarded.step(4)
+    def load(self, number: int) -> None:
+        """A store brings other KV than was kept, to four requests of any engine."""
+        guarded = self.engine(number % ENGINES)
+        for place in range(4):
+            wrong = Violation(
+                Kind.ARRIVAL, "full", Phase.EVENT, 100 * place, slot=1 + 5 * place, position=0, request=f"r{place}",
+                stored_value=1, found_value=self.random.getrandbits(60), origin="HiCacheFile", sources=("k.0",),
+            )  # fmt: skip
+            guarded.canary.report([wrong])
         guarded.canary.close()
 
 
 def test_three_causes_are_three_groups(tmp_path, monkeypatch):
     """200 bundles of 24 engines: a GPU, a layer of a release, and a store, each with its verdict and its numbers."""
     fleet = Fleet(tmp_path, monkeypatch)
-    for number in range(200):
-        (fleet.flip, fleet.lose, fleet.load)[number % 3]()
+    for number in range(24):
+        fleet.flip(3)
+        fleet.load(number)
+    for number in range(32):
+        fleet.lose(number)
     found, wrong = of_bundles([tmp_path])
     assert (len(found), wrong) == (200, [])
     by_kind = {group.name.split(",")[0]: group for group in groups(found)}
     assert len(groups(found)) == len(by_kind) == 3
     flips, losses, loads = by_kind["bytes"], by_kind["lost_write"], by_kind["arrival"]
-    assert (flips.count, losses.count, loads.count) == (67, 67, 66)
+    assert (flips.count, losses.count, loads.count) == (72, 32, 96)
     assert flips.common["GPU"] == ("GPU-07", 1.0)
     assert "one GPU again and again, in any layer" in flips.verdict
     assert losses.common["layer"][0] == "5"
