@@ -62,7 +62,10 @@ def traffic(engine: InferenceEngine, seed: int) -> list[list[int]]:
         if not scheduler.has_unfinished_sequences() and len(requests) == REQUESTS:
             return [request.output_token_ids for request in requests]
         engine.step()
-        if scheduler.running and draw.random() < 0.03:
+        # One at least, whatever is drawn.
+        if scheduler.running and (
+            draw.random() < 0.03 or (len(requests) == REQUESTS and not scheduler.preempted_count)
+        ):
             request = draw.choice(scheduler.running)
             if request.status.name == "RUNNING":
                 scheduler.preempt(request)
