@@ -1,6 +1,6 @@
 """Bits that flip in KV parked in the prefix cache, and what is answered from it.
 
-python -m tools.parked_flips COUNT [MODE ...] [overlap] [clean], in this folder: prints a line of JSON for each mode.
+python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [clean], in this folder: prints a line of JSON for each mode.
 """
 
 import contextlib
@@ -23,8 +23,10 @@ BITS = (23, 28, 29, 30)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"dtype": "float32"},
     "overlap": {"dtype": "float32", "disable_overlap_schedule": False},
+    "gpu": {"device": "cuda", "model": "gpu_llama"},
+    "gpu overlap": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False},
 }
-"""`ServerArgs` of the engines, without and with the overlap scheduler."""
+"""`ServerArgs` of the engines, without and with the overlap scheduler, and on a GPU with CUDA graphs."""
 
 QUIET = {"CANARY_READ_CHECK": "0", "CANARY_SCRUB_BUDGET": "0", "CANARY_INCIDENT_LIMIT": "1"}
 """Settings under which only hits are compared."""
@@ -139,8 +141,9 @@ def main() -> None:
     from engines.setups import Setup
 
     words = sys.argv[2:]
-    modes = [word for word in words if word not in ("overlap", "clean")] or ["report", "protect"]
-    setup = Setup(OPTIONS["overlap" if "overlap" in words else "plain"])
+    modes = [word for word in words if word not in ("overlap", "gpu", "clean")] or ["report", "protect"]
+    kind = " ".join(word for word in ("gpu", "overlap") if word in words) or "plain"
+    setup = Setup(OPTIONS[kind], patience_s=600)
     for mode in modes:
         with tempfile.TemporaryDirectory() as folder:
             engine = EngineProcess(setup, Path(folder), CANARY_ON_VIOLATION=mode, **QUIET)
