@@ -1,6 +1,6 @@
 """Bits that flip in KV parked in the prefix cache, and what is answered from it.
 
-python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [clean], in this folder: prints a line of JSON for each mode.
+python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [clean], in this folder: a line of JSON for each mode.
 """
 
 import contextlib
