@@ -86,7 +86,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     process.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineProcess]]:
     """Starts an engine from the fields of a `Setup`: ``launch({"options": {...}}, CANARY_MODE="log")``, or from a setup
     of `SETUPS` by its name, with some of its fields added to."""
