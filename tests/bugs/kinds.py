@@ -54,7 +54,8 @@ KINDS: dict[str, tuple[str, ...] | str] = {
     "a dummy batch of an idle rank writes drafts through stale rows (vllm#56734)": "wants two ranks with a drafter",
     "beams of a paged engine take the wrong parents' rows (SGLang)": "its own beam search ends with an error on a CPU",
     "cross-attention KV of the input before (transformers#31166)": (
-        "the cross-attention half of a cache is left out, and named in the `coverage` event"
+        "none: missed. The bytes of the cross-attention half are guarded, but nothing compares them with the input "
+        "that a forward is given"
     ),
 }
 """By kind: files of entries, or the reason why there is none."""
