@@ -54,7 +54,8 @@ def test_results_are_added_up(tmp_path):
     idle = Result("vllm/b", 5, "cpu", state="done")
     found = Result("vllm/c", 5, "cpu", state="done", violations=1, stats={"forwards": 2})
     found.fail(3, "python3 tests/soak --seed 5 --rounds 4", {"found": "bytes"})
-    assert [one.good for one in (good, idle, found)] == [True, False, False]
+    lacking = Result("vllm/d", 5, "cpu", state="left out: this processor has no AVX-512")
+    assert [one.good for one in (good, idle, found, lacking)] == [True, False, False, True]
     found.write(tmp_path / "c.json")
     assert Result.read(tmp_path / "c.json") == found
     assert Result.read(tmp_path / "d.json") is None

@@ -137,7 +137,7 @@ def tell(child: Child, console: Console) -> Result:
         console.print(
             f"FAILED {result.setup} {str(shown)[:900]}\n  again: {failure['again']}", highlight=False, markup=False
         )
-    if result.state != "done":
+    if result.state != "done" and not result.left_out:
         console.print(child.log.read_text(errors="replace")[-3000:], highlight=False, markup=False)
     return result
 

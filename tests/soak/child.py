@@ -76,6 +76,10 @@ class Soak:
         """All of it; whatever happens is in the result."""
         began = time.time()
         self.write()
+        if (reason := self._lacking()) is not None:
+            self.result.state = f"left out: {reason}"
+            self.write()
+            return
         try:
             engine = make(self.setup, self.job.device)
             self.result.version = engine.version
@@ -96,6 +100,14 @@ class Soak:
             traceback.print_exc()
             self.result.state = f"{type(error).__name__}: {error}"[:500]
         self.write()
+
+    def _lacking(self) -> str | None:
+        """Why this machine can't run the engine."""
+        if self.setup.engine != "vllm" or self.job.device != "cpu":
+            return None
+        from vllm_on_cpu.setups import lacking
+
+        return lacking(self.job.setup.partition("/")[2])
 
     def write(self) -> None:
         """The result as it is now."""

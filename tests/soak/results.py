@@ -45,8 +45,15 @@ class Result:
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     @property
+    def left_out(self) -> bool:
+        """Whether this machine can't run its engine."""
+        return self.state.startswith("left out: ")
+
+    @property
     def good(self) -> bool:
         """Whether it came to its end with forwards and without a failure."""
+        if self.left_out:
+            return True
         return self.state == "done" and not self.failures and not self.violations and self.stats.get("forwards", 0) > 0
 
     def fail(self, number: int, command: str, what: dict[str, Any]) -> None:
