@@ -2,6 +2,7 @@
 
 import unittest
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from canary_toy import hooks
@@ -11,6 +12,7 @@ from conformance.many_runs import Memory, failures, in_used_memory
 from torch import Tensor
 
 from canary_core.errors import PluginError
+from canary_core.kit.faults.catalogue import FAULTS
 from canary_core.plugins import hook_manager
 from canary_core.testing import (
     ABILITIES,
@@ -148,6 +150,21 @@ def test_a_right_plugin_passes_whatever_lay_in_memory(monkeypatch, run) -> None:
     """A pool that nobody clears has what the suite's own stages left, so that first writes may change nothing; pages
     are handed out in another order in each of `conformance.many_runs`."""
     assert failures(run, monkeypatch) == []
+
+
+@pytest.mark.parametrize("parks", [False, True])
+def test_where_nothing_is_parked_every_slot_in_use_may_be_read(monkeypatch, parks) -> None:
+    """Then the fault in a slot that nobody reads has nothing to break, and no plugin is to blame."""
+    name = "real_kv_unused_cache"
+    monkeypatch.setitem(FAULTS, name, replace(FAULTS[name], inject=lambda scene: None))
+
+    class OneFault(ToyConformance):
+        faults = (name,)
+        abilities = ToyConformance.abilities if parks else ToyConformance.abilities - {"park"}
+
+    (outcome,) = run_suite(OneFault, ["test_faults_are_found"])
+    assert outcome.result == ("failed" if parks else "passed"), outcome.message
+    assert ("found nothing to break" in outcome.message) == parks
 
 
 def test_a_pool_in_which_no_slot_comes_round_is_the_sessions_matter(monkeypatch) -> None:
