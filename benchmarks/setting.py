@@ -15,6 +15,7 @@ from canary_core.ops.backends import Backend, torch_backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
+from canary_core.recomputer import Computed
 from canary_core.records import BLOCK_VALUES, PLAN_WORDS, POSITION, PROBE, STATES, Cursor, Happened, ScrubWord, State
 
 REGION = "kv"
@@ -60,6 +61,13 @@ class Forward:
             # It changes nothing of the state, so its rows go where a comparison of two states looks.
             rows = state.chains.view(-1)[: len(slots) // BLOCK_SLOTS * words].view(-1, words)
             backend.gather_blocks(state, slots, BlockShape(BLOCK_SLOTS), rows, 0)
+        elif op == "compare_kv":
+            sources, slots = state.region.sources, self.read_slots
+            # The request after has other KV; the sums go where a comparison of two states looks.
+            computed = Computed(sources, slots.roll(1))
+            sums = 2 * len(sources) * len(slots)
+            out = state.chains.view(torch.float32).flatten()[:sums].view(2, len(sources), len(slots))
+            backend.compare_kv(state, range(len(sources)), slots, computed, out)
         elif op in ("scrub", "baseline"):
             getattr(backend, op)(state)
         else:
@@ -195,6 +203,7 @@ class Setting:
                 "verify": reads * (8 + SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "adopt": reads * (8 + prints + state.sources.slot_bytes),
                 "compare_tables": reads * (entry + 8) + 2 * shape.rows * 8,
+                "compare_kv": reads * 2 * (8 + state.region.slot_bytes + 4 * len(state.region.sources)),
                 "gather_blocks": reads * (8 + SECTOR_BYTES + prints * (1 + 1 / BLOCK_SLOTS)),
                 **dict.fromkeys((*EVENTS, *CACHE_EVENTS), reads * (8 + 2 * SECTOR_BYTES + history)),
                 "note": reads * (2 * 8 + history),
