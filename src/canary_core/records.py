@@ -209,6 +209,8 @@ class Kind(IntEnum):
     """The prefix cache gave up a slot of a running request."""
     ARRIVAL = 18
     """Bytes that came back without a forward differ from the bytes stored for the prefix."""
+    RECOMPUTE = 19
+    """The cache holds other KV than the model computes from the request's tokens."""
     READ_LENGTH = 21
     """A length given to attention is not the one that the forward's request has."""
     READ_TABLE = 22
