@@ -20,7 +20,8 @@ def told(findings, name):
 
 
 def test_incidents_of_ten_minutes_make_it(tmp_path):
-    """The first of two does not; then a probe finds a reason and a time, and nobody else may read it."""
+    """The first of two does not; then a probe finds a reason and a time, and nobody else may read it. Where somebody
+    removes it, two more make it again."""
     file = tmp_path / "run" / "unready"
     guarded = Guarded(ToyEngine(layers=3), read_check=-1, unready_file=str(file), unready_after=2)
     for number in (1, 2):
@@ -36,6 +37,14 @@ def test_incidents_of_ten_minutes_make_it(tmp_path):
     (event,) = told(guarded.findings, "unready")
     assert (event["reason"], event["file"]) == (made["reason"], str(file))
     assert list(file.parent.iterdir()) == [file]
+    file.unlink()
+    for number in (1, 2):
+        request = guarded.submit(f"later {number}", 12)
+        guarded.step(8)
+        guarded.engine.v[number].view(torch.int32)[request.slots[5], 3] ^= 1 << 9
+        guarded.step(2)
+        guarded.canary.drain()
+        assert file.exists() == (number == 2)
 
 
 def test_a_known_incident_does_not(tmp_path):

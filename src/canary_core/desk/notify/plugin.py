@@ -41,11 +41,12 @@ class Notify:
 
     @hookimpl
     def canary_attached(self, canary: "Canary") -> None:
-        """Makes the sender. A key that can't be read is told, and nothing is sent: unsigned it would be refused."""
+        """Makes the sender, and the counter of the file. A key that can't be read is told, and nothing is sent:
+        unsigned it would be refused."""
         config = canary.config
         if self._process != os.getpid():
             self._process, self._sender, self._unready = os.getpid(), None, None
-            self._names = TOLD if config.diagnose else (*TOLD, "incident")
+        names = TOLD if config.diagnose else (*TOLD, "incident")
         known = ref(canary)
 
         def tell(event: Event) -> None:
@@ -55,7 +56,7 @@ class Notify:
         if config.unready_file and self._unready is None:
             from canary_core.desk.notify.unready import Unready
 
-            self._unready = Unready(config.unready_file, config.unready_after, tell)
+            self._unready, self._names = Unready(config.unready_file, config.unready_after, tell), names
         if not config.notify or self._sender is not None:
             return
         from canary_core.desk.notify.sender import Sender, Target
@@ -66,7 +67,7 @@ class Notify:
                 tell(Event("notify_failed", "warning", {"reason": reason, "lost": lost}))
 
         try:
-            self._sender = Sender(Target.of(config.notify, config.notify_key_file), failed)
+            self._sender, self._names = Sender(Target.of(config.notify, config.notify_key_file), failed), names
         except CanaryError as error:
             tell(Event("notify_failed", "warning", {"reason": f"{error}; nobody is notified", "lost": 0}))
 

@@ -27,7 +27,6 @@ class Unready:
         self._after = after
         self._tell = tell
         self._times: deque[float] = deque(maxlen=after)
-        self._done = False
         self._try(self._forget_ended)
 
     def hear(self, event: Event) -> None:
@@ -36,14 +35,15 @@ class Unready:
         if event.name in INCIDENTS:
             self._times.append(now)
             if len(self._times) == self._after and now - self._times[0] <= WITHIN_S:
+                self._times.clear()
                 self._try(self._make, f"{self._after} incidents within {WITHIN_S:.0f} s")
         elif event.name == "findings_limited" and self._times and now - self._times[-1] <= WITHIN_S:
+            self._times.clear()
             self._try(self._make, "a flood of findings")
 
     def _make(self, reason: str) -> None:
-        if self._done:
+        if self._path.exists():
             return
-        self._done = True
         fields = {"reason": reason, "since": time.time(), **_process(os.getpid())}
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Whole or not at all: a probe may look right now, and another process of the engine may make it, too.
