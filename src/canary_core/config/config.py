@@ -26,6 +26,7 @@ from pydantic_settings import (
 )
 
 from canary_core.config.faults import FaultSpec
+from canary_core.config.profiles import PROFILES, PROTECT, Profile
 from canary_core.config.values import MOST_BYTES, LayerShare, ListenAddress, ScrubBudget, notify_target
 from canary_core.errors import ConfigError
 
@@ -34,30 +35,6 @@ Bytes = Literal["off", "partial", "all"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Untested = Literal["guard", "refuse"]
-Profile = Literal["watch", "hunt", "ci"]
-
-HUNT: dict[str, Any] = {
-    "read_check": -1,
-    "scrub_budget": "1%",
-    "sweep_interval": 32,
-    "state_interval": 1,
-    "table_interval": 1,
-    "store_check": True,
-    "hit_check": True,
-    "read_interval": 1,
-}
-"""Settings for earlier findings, at a price: reads compared, a busier scrub, sweeps, states every step, stores compared
-layer by layer, prefix hits compared, counters read after every forward."""
-
-PROTECT: dict[str, Any] = {"hit_check": True, "read_interval": 1}
-"""Values set by ``on_violation=protect``, unless given: what is shared is compared before, and told at once."""
-
-PROFILES: dict[str, dict[str, Any]] = {
-    "watch": {},
-    "hunt": HUNT,
-    "ci": {**HUNT, "mode": "raise", "audit": 8},
-}
-"""Values set by each profile, unless a variable or an argument is given. ``watch`` has the defaults."""
 
 AUDITED_FORWARDS = 4
 """Forwards audited for an engine newer than tested, unless the setting asks for more: a prefill and decodes."""
