@@ -6,8 +6,6 @@ from canary_transformers.conformance import ContinuousConformance, WindowConform
 from canary_transformers.conformance.continuous import ContinuousSession
 from tiny.instant import run_asynchronous_batches_on_cpu
 
-from canary_core.testing import ABILITIES
-
 
 class TestContinuousBatching(ContinuousConformance):
     """Every test is inherited."""
@@ -21,7 +19,10 @@ class TestAsynchronousBatches(ContinuousConformance):
     """Batch N+1 is prepared before the tokens of batch N are known. The faults are those of the other classes."""
 
     abilities = ContinuousConformance.abilities & {"padding", "prefix_cache", "evict", "preempt", "raise"}
-    lacking = dict.fromkeys(set(ABILITIES) - abilities, "tried with batches that are prepared one by one")
+    lacking = (
+        dict.fromkeys(ContinuousConformance.abilities - abilities, "tried with batches that are prepared one by one")
+        | ContinuousConformance.lacking
+    )
     test_faults_are_found = None
 
     @pytest.fixture(autouse=True)

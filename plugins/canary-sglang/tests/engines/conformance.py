@@ -30,8 +30,8 @@ LACKING: Mapping[Ability, str] = {
     "read_tables": "on a CPU attention reads the scheduler's own table",
     "uninstall": "what SGLang's HookRegistry has wrapped stays wrapped",
 }
-OF_MHA: Mapping[Ability, str] = dict.fromkeys(set(ABILITIES) - {*COMMON, *LACKING}, "tried with MHA")
-"""What is tried with one kind of pool only."""
+OTHER_POOLS: Mapping[Ability, str] = {**dict.fromkeys(set(ABILITIES) - COMMON, "tried with MHA"), **LACKING}
+"""What another pool than MHA's lacks in the suite."""
 
 
 class SGLangConformance(PluginConformance):
@@ -60,21 +60,21 @@ class Pages(SGLangConformance):
     """Pages of four slots."""
 
     setup = "pages"
-    abilities, lacking = COMMON, {**LACKING, **OF_MHA}
+    abilities, lacking = COMMON, OTHER_POOLS
 
 
 class Fp8(SGLangConformance):
     """K and V of one byte an element."""
 
     setup = "fp8"
-    abilities, lacking = COMMON, {**LACKING, **OF_MHA}
+    abilities, lacking = COMMON, OTHER_POOLS
 
 
 class Latent(SGLangConformance):
     """MLA: one row for K and V together."""
 
     setup, halves = "mla", ("kv",)
-    abilities, lacking = COMMON, {**LACKING, **OF_MHA}
+    abilities, lacking = COMMON, OTHER_POOLS
 
 
 class Window(SGLangConformance):
@@ -83,11 +83,7 @@ class Window(SGLangConformance):
 
     setup, layers = "swa", 4
     abilities = COMMON - {"park"}
-    lacking: Mapping[Ability, str] = {
-        **LACKING,
-        **OF_MHA,
-        "park": "what only a cache with windows keeps is not followed",
-    }
+    lacking: Mapping[Ability, str] = {**OTHER_POOLS, "park": "what only a cache with windows keeps is not followed"}
     model: ClassVar[dict[str, Any]] = {"sliding_window": 96}
 
 
