@@ -78,17 +78,11 @@ class Served:
                 self.accesses.watch(name, tensor)
         monkeypatch.setattr(HostCopy, "start", lambda copy, *tensors: self._copied(*tensors))
 
-    def serve(self, forwards: int) -> None:
-        """So many."""
+    def serve(self, forwards: int, until_race: bool = False) -> None:
+        """So many, or fewer: ``until_race``, until launches race."""
         with self.accesses.looking():
             for _ in range(forwards):
-                self.forward()
-
-    def serve_until_race(self, most: int) -> None:
-        """Until launches race, at most so many."""
-        with self.accesses.looking():
-            for _ in range(most):
-                if self.accesses.races:
+                if until_race and self.accesses.races:
                     return
                 self.forward()
 

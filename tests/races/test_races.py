@@ -90,7 +90,7 @@ def test_a_join_that_waits_for_nothing_is_told(monkeypatch):
     """The engine fills the rows of its table while a check may still read them."""
     served = Served(monkeypatch, Overlap.ALL)
     monkeypatch.setattr(Event, "wait", lambda *args: None)
-    served.serve_until_race(FORWARDS)
+    served.serve(FORWARDS, until_race=True)
     assert any("the table" in race for race in served.accesses.races)
 
 
@@ -98,7 +98,7 @@ def test_an_engine_that_does_not_keep_its_promise_is_told(monkeypatch):
     """Under `Overlap.NEXT` it fills the lengths of the next batch into the tensors of this one."""
     served = Served(monkeypatch, Overlap.NEXT)
     served.refills = True
-    served.serve_until_race(FORWARDS)
+    served.serve(FORWARDS, until_race=True)
     assert any("the batch's prefix_lens" in race for race in served.accesses.races)
 
 
@@ -106,7 +106,7 @@ def test_memory_that_is_given_back_too_early_is_told(monkeypatch):
     """Nobody tells torch's allocator what the side stream still reads."""
     served = Served(monkeypatch, Overlap.NEXT)
     monkeypatch.setattr(served.side, "reads", lambda *tensors: None)
-    served.serve_until_race(FORWARDS)
+    served.serve(FORWARDS, until_race=True)
     assert any("whoever gets the memory" in race for race in served.accesses.races)
 
 
@@ -114,5 +114,5 @@ def test_a_scheduler_that_does_not_follow_the_check_is_told(monkeypatch):
     """It fills rows of the table on its own stream while the check still reads them."""
     served = Served(monkeypatch, Overlap.NEXT, scheduler=True)
     monkeypatch.setattr(served.canary.step, "follow_check", lambda: None)
-    served.serve_until_race(FORWARDS)
+    served.serve(FORWARDS, until_race=True)
     assert any("the table" in race for race in served.accesses.races)

@@ -51,7 +51,7 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether it came to its end with forwards and without a failure."""
+        """Whether it came to its end with forwards and without a failure, or could not be tried here."""
         if self.left_out:
             return True
         return self.state == "done" and not self.failures and not self.violations and self.stats.get("forwards", 0) > 0
