@@ -394,3 +394,41 @@ def test_run_refuses_to_guard_nothing_in_raise_mode(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("canary: CANARY_MODE=raise, but CANARY_PLUGINS is empty, so nothing would be guarded")
+
+
+OFFERS = """
+from canary_toy.session import ToyConformance
+from canary_core import hookimpl
+
+class Suite(ToyConformance):
+    plugin = "nowhere"
+    abilities = frozenset({"names"})
+    lacking = {"fork": "the engine runs each request once"}
+
+@hookimpl
+def canary_install(config): ...
+@hookimpl
+def canary_uninstall(): ...
+@hookimpl
+def canary_conformance():
+    return Suite
+"""
+
+
+def test_check_plugin_lists_the_names_that_it_takes(distribution):
+    """``--list`` runs nothing; with ``--only`` it gives what would run."""
+    distribution("canary-eye", {"canary_eye": OFFERS}, {"eye": "canary_eye"})
+    names = run("check-plugin", "eye", "--list").output.split()
+    assert "test_forks_are_silent" in names
+    assert len(names) > 30
+    assert run("check-plugin", "eye", "--list", "--only", "forks").output == "test_forks_are_silent\n"
+
+
+def test_check_plugin_says_which_test_failed_and_why_one_was_not_tried(distribution):
+    """By the name that ``--only`` takes, and with the author's own reason."""
+    distribution("canary-eye", {"canary_eye": OFFERS}, {"eye": "canary_eye"})
+    result = run("check-plugin", "eye", "--only", "forks_are", "--only", "guards_the_pool")
+    assert result.exit_code == 1
+    assert "    test_a_canary_guards_the_pool\n" in result.output
+    assert "'fork' is not declared: the engine runs each request once" in result.output
+    assert result.output.endswith("eye: 0 passed, 1 failed, 1 undeclared\n")

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from canary_core.desk.cli.app import app
 from canary_core.errors import PluginError
 from canary_core.kit import scaffold
+from canary_core.testing import ABILITIES
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "canary-toy"
@@ -83,6 +84,20 @@ def test_the_guide_shows_what_is_printed(tmp_path, monkeypatch):
     """docs/plugin-author.md has the command's own output."""
     monkeypatch.chdir(tmp_path)
     assert f"```text\n{new_plugin('myengine').stdout}```" in GUIDE.read_text()
+
+
+def test_the_guide_shows_the_whole_plugin(tmp_path):
+    """``plugin.py`` as it is written, without docstrings."""
+    scaffold.write(scaffold.Names("myengine"), tmp_path)
+    written = (tmp_path / "canary-myengine" / "src" / "canary_myengine" / "plugin.py").read_text()
+    code = re.sub(r'^ *""".*?"""\n', "", written, flags=re.M | re.S).lstrip()
+    assert f"```python\n{code}```" in GUIDE.read_text()
+
+
+def test_the_guide_has_every_ability():
+    """In a row of a table, with what the session needs."""
+    rows = "".join(line.split("|")[1] for line in GUIDE.read_text().splitlines() if line.startswith("| "))
+    assert [ability for ability in ABILITIES if f"`{ability}`" not in rows] == []
 
 
 def test_what_the_guide_runs_prints_what_it_shows(tmp_path):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from canary_core import Writers
+from canary_core.kinds.facts import ENCODED
 from canary_core.ops.hashing import keys, splitmix
 from canary_core.records import FIRST_CONTENT
 from canary_core.runtime.contents import UNTOLD
@@ -44,22 +45,32 @@ def embedding_numbers(rows: Tensor) -> Tensor:
     `FIRST_CONTENT`: the same for the same bits in `SAMPLED_WORDS`. `UNTOLD` beyond `MOST_EMBEDDINGS`, and for rows on
     a device, since the host would wait."""
     numbers = torch.full((len(rows),), UNTOLD, dtype=torch.int32, device="cpu")
-    if rows.device.type != "cpu" or rows.dim() != 2 or not rows.numel():
-        return numbers
+    if rows.device.type == "cpu" and rows.dim() == 2 and rows.numel():
+        numbers[:MOST_EMBEDDINGS] = content_numbers(rows[:MOST_EMBEDDINGS])
+    return numbers
+
+
+def content_numbers(rows: Tensor) -> Tensor:
+    """As `embedding_numbers`, of all ``rows`` ``[n, hidden]``, not empty: int64 ``[n]`` on their device. Waits for
+    nothing."""
     with torch.no_grad():
-        some = rows[:MOST_EMBEDDINGS].detach().contiguous()
+        some = rows.detach().contiguous()
         word = torch.int64 if some.shape[1] * some.element_size() % 8 == 0 else torch.uint8
         words = some.view(word)
         words = words[:, :: -(-words.shape[1] // SAMPLED_WORDS)]
         digests = splitmix((words * keys(words.shape[1], words.device)).sum(1))
-        numbers[: len(some)] = FIRST_CONTENT + 1 + digests.remainder(FIRST_CONTENT - 1)
-    return numbers
+        return FIRST_CONTENT + 1 + digests.remainder(FIRST_CONTENT - 1)
 
 
 def media_number(key: str) -> int:
     """The number of media by the engine's own hash: never `UNTOLD`."""
     digest = blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
     return FIRST_CONTENT + 1 + int.from_bytes(digest, "little") % (FIRST_CONTENT - 1)
+
+
+def name_encoded(writers: Writers, region: str) -> None:
+    """The content in ``region`` are an encoder's states, of which cross-attention keeps K and V: findings say so."""
+    writers.contents.name(region, ENCODED)
 
 
 def _short(numbers: Tensor) -> str:

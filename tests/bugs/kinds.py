@@ -54,8 +54,7 @@ KINDS: dict[str, tuple[str, ...] | str] = {
     "a dummy batch of an idle rank writes drafts through stale rows (vllm#56734)": "wants two ranks with a drafter",
     "beams of a paged engine take the wrong parents' rows (SGLang)": "its own beam search ends with an error on a CPU",
     "cross-attention KV of the input before (transformers#31166)": (
-        "missed. The bytes of the cross-attention half are guarded, but nothing compares them with the input "
-        "that a forward is given"
+        "transformers/cross_attention_of_the_input_before",
     ),
 }
 """By kind: files of entries, or the reason why there is none."""

@@ -1,17 +1,21 @@
 """The conformance suite itself: what it asks of authors, and how it answers bad input."""
 
+import re
 import unittest
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
-from canary_toy import hooks
+from canary_toy import batch, hooks, pool, session, toy_engine
 from canary_toy.session import ToyConformance, ToySession
 from canary_toy.toy_engine import Engine
 from conformance.many_runs import Memory, failures, in_used_memory
 from torch import Tensor
 
+from canary_core import Patches
 from canary_core.errors import PluginError
+from canary_core.kit.conformance.stage import Ask, Drive
 from canary_core.kit.faults.catalogue import FAULTS
 from canary_core.plugins import hook_manager
 from canary_core.testing import (
@@ -174,6 +178,82 @@ def test_a_pool_in_which_no_slot_comes_round_is_the_sessions_matter(monkeypatch)
     assert outcome.result == "failed"
     assert outcome.message.startswith("session: fault lost_write")
     assert "smaller pool" in outcome.message
+
+
+@pytest.mark.parametrize(("page", "longest", "passes"), [(64, 40, False), (32, 20, False), (20, 40, True)])
+def test_prompts_that_fill_no_page_are_the_sessions_matter(monkeypatch, page, longest, passes) -> None:
+    """No adapter is to blame for what can't be reused or parked; the sentence says what to set."""
+    for module in (toy_engine, batch, pool, hooks, session):
+        monkeypatch.setattr(module, "PAGE", page)
+
+    class Short(ToyConformance):
+        longest_prompt = longest
+
+    for outcome in run_suite(Short, ["test_prefix_hits_are_silent", "test_slots_released_twice_are_found"]):
+        assert outcome.result == ("passed" if passes else "failed"), outcome.message
+        told = rf"session: by the views a page has {page} slots, .* {longest} tokens: .*set longest_prompt"
+        assert passes or re.match(told, outcome.message)
+
+
+def test_a_suite_without_room_for_its_traffic_is_refused() -> None:
+    """With the least that it needs, before anything runs."""
+
+    class Small(ToyConformance):
+        longest_prompt = 8
+
+    with pytest.raises(Nonconforming, match=r"^session: longest_prompt must be at least 20, .* got 8 and 128"):
+        Small().test_prefix_hits_are_silent()
+
+
+@pytest.mark.parametrize(("evicts", "result"), [(True, "passed"), (False, "failed")])
+def test_slots_given_back_to_the_prefix_cache_are_no_fault_until_evicted(evicts, result) -> None:
+    """An engine that caches all that a request has parks it, when it is given back too early: that is legal."""
+
+    class Parks(ToySession):
+        def release_running(self, request: str) -> None:
+            running = self.engine.requests[request]
+            self.engine.release([page for page in running.pages if page in self.engine.cache.hashes])
+
+    class AllCached(ToyConformance):
+        abilities = ToyConformance.abilities - (frozenset() if evicts else {"evict"})
+
+        def session(self) -> EngineSession:
+            return Parks()
+
+    (outcome,) = run_suite(AllCached, ["test_slots_given_back_too_early_are_found"])
+    assert outcome.result == result, outcome.message
+    assert evicts or re.match(r"session: release_running gave back only slots that .* declare evict", outcome.message)
+
+
+def test_a_request_computed_again_may_hit_what_others_have_computed_meanwhile(monkeypatch) -> None:
+    """It is preempted within its prompt, and goes on further than it had come: no view is missing."""
+    monkeypatch.setattr(Engine, "__init__", partialmethod(Engine.__init__, pages=20))
+    prompt = tuple(range(1, 40))
+
+    def act(drive: Drive) -> None:
+        drive.submit(Ask("first", prompt[:20], 2))
+        drive.step()
+        drive.session.preempt("first")
+        drive.submit(Ask("second", (*prompt, 7), 2))
+        while drive.session.engine.requests["second"].computed < 36:  # type: ignore[attr-defined]
+            drive.step()
+        drive.finish()
+
+    ToyConformance()._silent(act, "a prompt that goes on elsewhere")
+
+
+def test_a_missing_share_is_not_taken_for_a_name_that_comes_again(monkeypatch) -> None:
+    """Whatever finds a wrong plugin first, the part with the bug is blamed."""
+    right = Patches.follow
+
+    def follow(patches: Patches, owner: object, name: str, told: Callable[..., object]) -> None:
+        if name != "take":
+            right(patches, owner, name, told)
+
+    monkeypatch.setattr(Patches, "follow", follow)
+    (outcome,) = run_suite(ToyConformance, ["test_names_may_come_again"])
+    assert outcome.result == "failed"
+    assert outcome.message.startswith("slot events: ")
 
 
 def test_nothing_of_the_suite_stays_behind() -> None:

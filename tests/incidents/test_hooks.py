@@ -1,5 +1,7 @@
 """What a plugin that works on incidents on a thread of its own can rely on, and what a broken one can't break."""
 
+import time
+
 import pytest
 from support.guarded import Guarded
 
@@ -64,6 +66,22 @@ def test_it_is_waited_for_before_a_finding_stops_the_engine():
         broken(plugin, mode="raise")
     assert plugin.settled[:1] == [False]
     assert raised.value.incident.diagnoses
+
+
+class Slow:
+    """Takes its time with an incident, and the look at it has begun."""
+
+    @hookimpl
+    def canary_incident(self):
+        time.sleep(0.3)
+
+
+def test_a_diagnosis_follows_its_incident():
+    """Though another thread works it out, while plugins are still told of the incident."""
+    guarded = broken(Slow())
+    guarded.canary.close()
+    names = [event.name for event in guarded.findings.events if event.name in ("incident", "diagnosis")]
+    assert names == ["incident", "diagnosis"]
 
 
 def test_one_that_fails_keeps_nobody_from_the_diagnosis():

@@ -130,6 +130,9 @@ WEIGHTS = "the weights of "
 CONTENT = "at position"
 """How an identity begins that differs from another in what stands in the place of tokens."""
 
+ENCODED = "the encoder's states"
+"""How content begins that an encoder made, of which cross-attention keeps K and V."""
+
 NAMELESS = "a request whose name is not known"
 """The subject of a sentence where the writer's number never had a name, or has none any more."""
 

@@ -1,10 +1,35 @@
 """`prefix`: the slot's prefix is not the prefix of the slot before: the slot belongs to another sequence."""
 
-from canary_core.kinds.facts import CONTENT, WEIGHTS
+from collections.abc import Iterator
+
+from canary_core.kinds.case import Case
+from canary_core.kinds.classes import Class, Diagnosis
+from canary_core.kinds.facts import CONTENT, ENCODED, WEIGHTS, Facts, counted
 from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import READ
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
 from canary_core.records import Kind
+
+OTHER_INPUT = Class(
+    "other_input",
+    "cross-attention that goes on with K and V of another input",
+    ("transformers#31166",),
+    ("Look whether the cross-attention half of the cache was reset, and whether its layers count as filled since.",),
+)
+
+
+def _of_an_encoder(v: Facts) -> bool:
+    return bool(v.identity and v.stored_identity and v.stored_identity.startswith(ENCODED))
+
+
+def _diagnose(case: Case) -> Iterator[Diagnosis]:
+    root = case.root
+    if not _of_an_encoder(root):
+        yield from read_wrongly(case)
+        return
+    here = f"{case.slot} at {counted('position', root.position)} of {case.reader}"
+    yield Diagnosis(OTHER_INPUT, "certain", (f"{here} was computed of {root.stored_identity}, not of those given",))
+
 
 KIND = FindingKind(
     kind=Kind.PREFIX,
@@ -14,6 +39,11 @@ KIND = FindingKind(
             "{reader} will read {position} from {where}, which {writer} computed{written} with {stored_identity}; "
             "{reader} began with {identity}. A prefix hit across a change of the weights: the prefix cache was kept.",
             when=lambda v: bool(v.identity and v.identity.startswith(WEIGHTS) and v.stored_identity),
+        ),
+        Sentence(
+            "{reader} has {identity}, but will read {position} from {where}, which {writer} computed{written} of "
+            "{stored_identity}: the cache goes on with K and V of another input.",
+            when=_of_an_encoder,
         ),
         Sentence(
             "{reader} has {identity}, but will read {position} from {where}, which {writer} computed{written} of "
@@ -32,8 +62,8 @@ KIND = FindingKind(
         ),
     ),
     brings={Kind.PREFIX: READ},
-    diagnose=read_wrongly,
-    classes=READ_WRONGLY,
+    diagnose=_diagnose,
+    classes=(*READ_WRONGLY, OTHER_INPUT),
     blame=Blame("BatchAdapter", "prefixes do not continue: prefix_lens, writers, or a fork whose copy is not told"),
     page=Page(
         wrong=Wrong.READ,
@@ -58,7 +88,8 @@ KIND = FindingKind(
         With content (`at positions 3 to 12 embeddings #0a1b2c3d`) the two have different embeddings, images or audio
         in the place of the same placeholder tokens, or one of them has tokens there. One finding is told for each such
         slot. Look whether the key of the prefix cache, or of the tier, has a hash of the content, and whether KV of
-        such requests is inserted under its tokens alone.
+        such requests is inserted under its tokens alone. With the states of an encoder there is no prefix cache: look
+        whether the cross-attention half was reset between two inputs.
         """,
         remedies=(TABLE,),
     ),

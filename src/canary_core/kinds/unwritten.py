@@ -1,11 +1,12 @@
 """`unwritten`: a forward will read a slot never written by a forward."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.double_alloc import DOUBLE_ALLOCATION
-from canary_core.kinds.facts import counted
+from canary_core.kinds.facts import counted, named
 from canary_core.kinds.finding_kind import ALLOCATOR, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.freed import USE_AFTER_FREE
 from canary_core.kinds.links import OWNERS, READ
@@ -40,7 +41,7 @@ WRONG_LENGTH = Class(
 
 def _diagnose(case: Case) -> Iterator[Diagnosis]:
     root, right = case.root, case.right_slot
-    told = (f"{case.slot} at {counted('position', root.position)} of {case.reader} holds nothing",)
+    told = (f"{case.slot} at {counted('position', root.position)} of {case.reader} holds nothing", *_foreign(case))
     if right is not None and right != root.slot:
         yield Diagnosis(STALE_TABLE, "likely", (*told, f"what it should read is intact in slot {right}"))
         return
@@ -61,6 +62,14 @@ def _diagnose(case: Case) -> Iterator[Diagnosis]:
         yield Diagnosis(UNFILLED_PREFIX, "likely", (*told, text))
         return
     yield from _nobody_knows(case, told)
+
+
+def _foreign(case: Case) -> Iterator[str]:
+    """Evidence of slots beside, which another request has written."""
+    found = case.of(Kind.POSITION, Kind.TOKEN, Kind.PREFIX)
+    foreign = Counter(v.stored_request for v in found if v.stored_request and v.stored_request != case.root.request)
+    for writer, count in foreign.most_common(1):
+        yield f"of the slots read beside it, {count} {'holds' if count == 1 else 'hold'} what {named(writer)} wrote"
 
 
 def _nobody_knows(case: Case, told: tuple[str, ...]) -> Iterator[Diagnosis]:
@@ -97,12 +106,12 @@ KIND = FindingKind(
         Sentence(
             "{reader} will read {position} from {where}, which was handed out again since {writer} wrote "
             "it{written}, and not written since: the slot was freed too early, a prefix was published before it was "
-            "filled, or a write was lost.",
+            "filled, a write was lost, or the table points elsewhere.",
             when=lambda v: v.stored_state is State.ALLOCATED and v.step_written is not None,
         ),
         Sentence(
             "{reader} will read {position} from {where}, which was handed out and never written: a prefix was "
-            "published before it was filled, or a write was lost.",
+            "published before it was filled, a write was lost, or the table points elsewhere.",
             when=lambda v: v.stored_state is State.ALLOCATED,
         ),
         Sentence(

@@ -45,6 +45,7 @@ class Contents:
 
     def __init__(self) -> None:
         self._of: OrderedDict[str, list[Span]] = OrderedDict()
+        self._named: dict[str, str] = {}
         self._kept = 0
         self.untold = 0
         self.forgotten = 0
@@ -66,6 +67,10 @@ class Contents:
         while self._kept > MOST_NUMBERS and len(self._of) > 1:
             self._drop(next(iter(self._of)))
             self.forgotten += 1
+
+    def name(self, region: str, what: str) -> None:
+        """In ``region`` content is ``what``, in words for findings, where no request's own words are known."""
+        self._named[region] = what
 
     def forget(self, request: str) -> None:
         """Ends what is known of the request."""
@@ -116,15 +121,15 @@ class Contents:
         other = self._at(found.stored_request, found.position, found.stored_token)
         if own is None and other is None and not _stands(found.token) and not _stands(found.stored_token):
             return found
-        where = own or other
+        where, what = own or other, self._named.get(found.region)
         place = f" {found.position}" if where is None or where.end - where.begin == 1 else (
             f"s {where.begin} to {where.end - 1}"
         )  # fmt: skip
         return replace(
             found,
             kind=Kind.PREFIX,
-            identity=f"{CONTENT}{place} {_said(own, found.token)}",
-            stored_identity=_said(other, found.stored_token),
+            identity=f"{CONTENT}{place} {_said(own, found.token, what)}",
+            stored_identity=_said(other, found.stored_token, what),
         )
 
     def undecided(self, found: Violation) -> bool:
@@ -150,7 +155,9 @@ def _stands(number: int | None) -> bool:
     return number is not None and number >= FIRST_CONTENT
 
 
-def _said(span: Span | None, number: int | None) -> str:
+def _said(span: Span | None, number: int | None, what: str | None) -> str:
     if span is not None:
         return span.what
+    if what is not None and number is not None and _stands(number):
+        return f"{what} #{number - FIRST_CONTENT:08x}"
     return "content that is not known any more" if _stands(number) else "tokens"

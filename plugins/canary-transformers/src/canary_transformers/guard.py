@@ -144,9 +144,9 @@ class Guard:
                 emit(Event("quarantine_failed", "error", {"reason": reason}), hooks)
         return cache
 
-    def open_cross(self, model: Any, own: GuardedCache) -> GuardedCache:
-        """Begins to guard the cross-attention half of the cache whose other half is ``own``."""
-        cache = CrossCache(f"{own.name} encoder", self.config, self._hooks(model))
+    def open_cross(self, model: Any, whole: Any, own: GuardedCache) -> GuardedCache:
+        """Begins to guard the cross-attention half of the cache ``whole``, whose other half is ``own``."""
+        cache = CrossCache(whole, f"{own.name} encoder", self.config, self._hooks(model))
         self._caches.append(cache)
         if _ranks(model) > 1:
             cache.let_pass()

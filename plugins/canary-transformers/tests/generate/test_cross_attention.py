@@ -5,40 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tiny.generation import CACHE, expect_clean, flip, generate, listening, prompts
+from tiny.models import STATES, encoding
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from canary_core import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-STATES = 11
-"""Of the encoder, for `prompts`; Whisper has half as many as frames."""
-
-
-@functools.cache
-def model(kind: str) -> Any:
-    """``bart``, ``t5`` or ``whisper``, tiny and random, with two layers."""
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    bart = {
-        "vocab_size": 256, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, **special,
-    }  # fmt: skip
-    config, made, sizes = {
-        "bart": ("BartConfig", "BartForConditionalGeneration", {**bart, "max_position_embeddings": 128}),
-        "t5": (
-            "T5Config",
-            "T5ForConditionalGeneration",
-            {"vocab_size": 256, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2, **special},
-        ),
-        "whisper": (
-            "WhisperConfig",
-            "WhisperForConditionalGeneration",
-            {**bart, "num_mel_bins": 8, "max_source_positions": STATES, "suppress_tokens": None, "init_std": 0.5},
-        ),
-    }[kind]
-    torch.manual_seed(0)
-    return getattr(transformers, made)(getattr(transformers, config)(**sizes)).eval()
+model = functools.cache(encoding)
 
 
 def asked(kind: str) -> torch.Tensor:
@@ -123,6 +97,48 @@ def test_a_flipped_bit_is_told_with_layer_and_position(kind: str, layer: int, ha
             flip(cache.cross_attention_cache, layer, half, row=0, index=6)
             decode(cache, encoded, 11)
             assert [(v.layer, v.stored_position) for v in watch.violations[2:]] == [(layer, 6)]
+
+
+def generated(cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The scores of an answer of four tokens, with a cache of the caller's."""
+    more = {"decoder_start_token_id": 1, "bos_token_id": 1, "min_new_tokens": 4, "max_new_tokens": 4, CACHE: cache}
+    got = model("bart").generate(ids, do_sample=False, return_dict_in_generate=True, output_scores=True, **more)
+    return torch.stack(got.scores)
+
+
+@pytest.mark.parametrize("book", [True, False])
+def test_cross_attention_that_goes_on_with_the_input_before_is_told(book: bool) -> None:
+    """A cache whose cross-attention half is not reset with the rest is found at the first forward of the next input,
+    at every state; one whose layers are marked as to be filled is filled anew, and silent."""
+    expected = [generated(cache_of("static"), prompts() + n) for n in range(2)]
+    watch, _ = listening(model("bart"))
+    with watch:
+        cache = cache_of("static")
+        assert torch.equal(generated(cache, prompts()), expected[0])
+        cache.self_attention_cache.reset()
+        if not book:
+            cache.is_updated = dict.fromkeys(cache.is_updated, False)
+            cache.cross_attention_cache.reset()
+        right = torch.equal(generated(cache, prompts() + 1), expected[1])
+        found = list(watch.violations)
+    assert right != book
+    assert len(found) == (2 * STATES if book else 0)
+    for v in found:
+        assert (v.kind, v.region, v.stored_request) == (Kind.PREFIX, "cross", v.request)
+        assert v.stored_identity.startswith("the encoder's states #")
+    assert {v.position for v in found} == (set(range(STATES)) if book else set())
+
+
+def test_the_same_input_in_another_tensor_is_no_other_input() -> None:
+    """By content, not by address: an answer that goes on with the states encoded again is silent."""
+    watch, _ = listening(model("bart"))
+    with watch:
+        cache = cache_of("static")
+        generated(cache, prompts())
+        cache.self_attention_cache.reset()
+        generated(cache, prompts())
+        stats = expect_clean(watch)
+    assert stats["checked_slots"] >= 2 * 2 * 3 * STATES
 
 
 def test_a_cache_with_an_update_of_its_own_is_named() -> None:

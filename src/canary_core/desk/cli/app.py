@@ -254,6 +254,7 @@ def check(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="TEXT", help="Run only tests with this in their names.")
     ] = None,
+    names: Annotated[bool, typer.Option("--list", help="Only print the tests' names, and run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each test.")] = False,
 ) -> None:
     """Run the conformance suite of a plugin: is each byte described, each flip named, each fault found, and the engine
@@ -263,6 +264,9 @@ def check(
         tests = check_plugin.chosen(suite_tests(suite), only or [])
     except CanaryError as error:
         raise refusal(error) from error
+    if names:
+        typer.echo("\n".join(tests))
+        return
     console = Console(stderr=as_json)
     outcomes = check_plugin.show(console, suite, tests)
     if as_json:

@@ -52,14 +52,17 @@ def chosen(tests: Iterable[str], wanted: Sequence[str]) -> list[str]:
 
 
 def show(console: Console, suite: type[PluginConformance], tests: Sequence[str]) -> list[Outcome]:
-    """Runs ``tests``, a line each when done, with the problems below."""
+    """Runs ``tests``, a line each when done; below it the test's name and the problem, or why nothing was tried."""
     outcomes = []
     with console.status("") as status:
         for outcome in run_suite(suite, tests, lambda what: status.update(escape(what))):
             outcomes.append(outcome)
             console.print(f"{_MARKS[outcome.result]:<28} {escape(outcome.what)} [dim]({outcome.seconds:.1f} s)[/dim]")
             if outcome.result == "failed":
+                console.print(f"    [dim]{outcome.test}[/dim]", highlight=False)
                 console.print(f"    {escape(outcome.message)}", highlight=False, style="bold")
+            if outcome.result == "undeclared":
+                console.print(f"    [dim]{escape(outcome.message)}[/dim]", highlight=False)
             if outcome.error is not None:
                 console.print(f"[dim]{escape(outcome.error)}[/dim]", highlight=False)
     return outcomes

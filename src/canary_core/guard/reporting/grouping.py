@@ -31,7 +31,7 @@ class Incidents:
 
     All work is the host's, and there is none without a finding. ``limit``: incidents reported within `LIMIT_S`, 0 for
     all; further ones are ``limited``: counted, and reported as one ``incidents_limited`` event. Each reported incident
-    goes to ``tell_incident`` before its event. ``total`` counts all incidents.
+    goes to ``tell_incident`` after its event. ``total`` counts all incidents.
     """
 
     def __init__(self, tell: Callable[[Event], None], limit: int, tell_incident: Callable[[Incident], None]) -> None:
@@ -124,8 +124,9 @@ class Incidents:
                 self.limited.add(kinds, at=incident.number)
                 continue
             self._times.append(now)
-            self._tell_incident(incident)
+            # The event first: whoever looks at the incident, on a thread of its own, has something to tell soon.
             self._tell_event(Event("incident", "error", incident.fields()))
+            self._tell_incident(incident)
         return new
 
     def _related(self, violation: Violation, keys: Iterable[Key]) -> list[Incident]:

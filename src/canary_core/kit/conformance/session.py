@@ -107,7 +107,8 @@ class EngineSession(ABC):
 
     def release_running(self, request: str) -> None:
         """Ability ``lifetime``: the engine gives the slots of a running request back to its allocator, by mistake: the
-        request goes on. At least one of the slots has no other holder."""
+        request goes on. At least one of the slots has no other holder and is not in the prefix cache; where each is
+        there at once, the suite evicts afterwards."""
         raise self._missing("release_running", "lifetime")
 
     def release_again(self, request: str) -> None:
@@ -153,7 +154,8 @@ class EngineSession(ABC):
 
     def misplace_read(self, request: str, position: int, other: str) -> None:
         """Ability ``tables``: the next forward with ``request`` reads, at ``position``, from the slot of the running
-        ``other`` at the same position (with pages: the whole page); the scheduler's own lists stay right."""
+        ``other`` at the same position (with pages: the whole page); the scheduler's own lists stay right. The
+        wrong entry may stay where it is afterwards."""
         raise self._missing("misplace_read", "tables")
 
     def miscopy(self, layer: int, half: str) -> None:

@@ -84,12 +84,27 @@ class Drive:
 
 
 class Stage(Drive):
-    """The same under guard: ``onlooker`` keeps views and Canaries, ``findings`` the findings and events."""
+    """The same under guard: ``onlooker`` keeps views and Canaries, ``findings`` the findings and events.
+    ``longest_prompt``: tokens of the suite's longest prompt."""
 
-    def __init__(self, session: EngineSession, onlooker: Onlooker, findings: Findings) -> None:
+    def __init__(self, session: EngineSession, onlooker: Onlooker, findings: Findings, longest_prompt: int) -> None:
         super().__init__(session)
         self.onlooker = onlooker
         self.findings = findings
+        self._longest_prompt = longest_prompt
+
+    def step(self) -> bool:
+        """As `Drive.step`. Raises `Nonconforming` where no prompt has a whole page and a token more: then nothing can
+        be reused, parked or mixed up."""
+        ran = super().step()
+        if self.onlooker.block >= self._longest_prompt:
+            raise Nonconforming(
+                "session",
+                f"by the views a page has {self.onlooker.block} slots, and the longest prompt has "
+                f"{self._longest_prompt} tokens: no prompt fills a page and goes on; set longest_prompt of the suite "
+                "to more than one page, better several, or give the session's engine smaller pages",
+            )
+        return ran
 
     @property
     def canaries(self) -> Sequence[Canary]:

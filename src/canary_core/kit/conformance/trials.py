@@ -30,6 +30,8 @@ MOST_DROPPED = 5
 """Tokens of the longest roll back."""
 REUSE_WAVES = 6
 """Waves of requests until slots are written a second time."""
+LEAST_PROMPT, LEAST_VOCABULARY = 20, 48
+"""Tokens of the longest prompt, and token ids, without which some tests would try nothing."""
 ANSWERED = 3
 """Tokens answered by a request before a test interferes."""
 
@@ -89,7 +91,7 @@ class Trials:
                 what = f"in {config.mode} mode the engine did not start, {type(error).__name__}: {error}"
                 raise Nonconforming("PoolAdapter", what) from error
             stack.callback(session.close)
-            yield Stage(session, onlooker, findings)
+            yield Stage(session, onlooker, findings, self.longest_prompt)
 
     def _serve(self, drive: Drive, asks: Sequence[Ask]) -> None:
         drive.submit(*asks)
@@ -273,7 +275,16 @@ class Trials:
             "canary.step.run or canary.step.before" + stage.troubles(),
         )
 
+    def _need_room(self) -> None:
+        if self.longest_prompt < LEAST_PROMPT or self.vocabulary < LEAST_VOCABULARY:
+            raise Nonconforming(
+                "session",
+                f"longest_prompt must be at least {LEAST_PROMPT}, and vocabulary {LEAST_VOCABULARY}, for prompts that "
+                f"begin alike and differ; got {self.longest_prompt} and {self.vocabulary}",
+            )
+
     def _apart(self, count: int, new_tokens: int = 6) -> tuple[Ask, ...]:
+        self._need_room()
         return traffic.apart(count, self.longest_prompt, self.vocabulary, new_tokens)
 
     def _waves(self, count: int) -> Iterator[tuple[Ask, ...]]:
@@ -285,6 +296,7 @@ class Trials:
             )
 
     def _alike(self, count: int, new_tokens: int = 6) -> tuple[Ask, ...]:
+        self._need_room()
         return traffic.alike(count, self.longest_prompt, self.vocabulary, new_tokens)
 
 

@@ -7,8 +7,8 @@ from canary_core.kit.conformance.stage import Stage
 
 def require_truth(stage: Stage, reuses: bool) -> None:
     """Every row of every view must have its request's name, its tokens at their positions, and its own list of tokens;
-    every position of every request must be computed. ``reuses``: positions computed by other requests may be missing.
-    Raises `Nonconforming`."""
+    every position of every request must be computed. ``reuses``: by it, or by a request with the same tokens up to
+    there. Raises `Nonconforming`."""
     own = {n: (*ask.tokens, *stage.session.answer(n)) for n, ask in stage.asks.items()}
     computed: dict[str, set[int]] = {name: set() for name in own}
     known = 0
@@ -27,11 +27,12 @@ def require_truth(stage: Stage, reuses: bool) -> None:
                 )
         known += sum(token >= 0 for token in row.expected[row.prefix : end])
         computed[name].update(range(row.prefix, end))
+    done = {own[name][: p + 1] for name, positions in computed.items() for p in positions} if reuses else set()
     for name, positions in computed.items():
         # Nothing computes the KV of the last token.
-        last = len(own[name]) - 1
-        first = min(positions, default=last) if reuses else 0
-        missing = sorted(set(range(first, last)) - positions)
+        missing = sorted(set(range(len(own[name]) - 1)) - positions)
+        # A preempted request may hit what others have computed meanwhile, so not only at its beginning.
+        missing = [p for p in missing if own[name][: p + 1] not in done]
         if missing or not (positions or reuses):
             unseen = not stage.unchecked and stage.onlooker.forwards < stage.steps
             raise Nonconforming(

@@ -13,12 +13,15 @@ UNKNOWN = -1
 class ModelCall:
     """Input of a forward: ``rows`` times ``new`` tokens. ``tokens``: the ids, integer ``[rows, new]``, None for
     embeddings. ``history``: the sequences themselves, integer ``[rows, n]``, up to the forward's tokens, for a call by
-    `generate()`."""
+    `generate()`. ``encoded``: the encoder's states beside, ``[rows, states, hidden]``. ``answering``: `generate()`
+    calls, which gives the same states to all forwards of an answer."""
 
     rows: int
     new: int
     tokens: Tensor | None
     history: Tensor | None
+    encoded: Tensor | None = None
+    answering: bool = False
 
     def history_to(self, end: int) -> Tensor | None:
         """The sequences' last tokens up to position ``end``; None where unknown, or longer."""

@@ -25,8 +25,8 @@ class CacheOwner(ModelOwner, Protocol):
     def open_cache(self, model: Any) -> GuardedCache:
         """Begins to guard a cache of ``model``."""
 
-    def open_cross(self, model: Any, own: GuardedCache) -> GuardedCache:
-        """Begins to guard the cross-attention half of the cache whose other half is ``own``."""
+    def open_cross(self, model: Any, whole: Any, own: GuardedCache) -> GuardedCache:
+        """Begins to guard the cross-attention half of the cache ``whole``, whose other half is ``own``."""
 
     def retire_cache(self, guarded: GuardedCache) -> None:
         """The cache is gone, or the owner: keeps its numbers, closes it."""
@@ -121,7 +121,8 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         try:
             given = _arguments(model, args, kwargs)
             cache = caches.among(given.values())
-            forward = _forward(given, self._history(cache))
+            answering = getattr(self._calls, "answer", None) is not None
+            forward = _forward(given, self._history(cache), answering)
             if forward is None:
                 output = call(*args, **kwargs)
                 if cache is not None:
@@ -263,7 +264,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         cross = caches.cross(cache)
         if cross is None:
             return [(cache, own)]
-        return [(cache, own), (cross, self._follow(owner, cross, lambda: owner.open_cross(model, own)))]
+        return [(cache, own), (cross, self._follow(owner, cross, lambda: owner.open_cross(model, cache, own)))]
 
     def _follow(self, owner: CacheOwner, cache: Any, begin: Callable[[], GuardedCache]) -> GuardedCache:
         """The guard of ``cache``, begun where there is none yet."""
@@ -304,16 +305,24 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _forward(given: Mapping[str, Any], history: Tensor | None) -> ModelCall | None:
+def _forward(given: Mapping[str, Any], history: Tensor | None, answering: bool) -> ModelCall | None:
     """A model's input in a call, None if neither tokens nor embeddings."""
     for half in ("decoder_", ""):
         tokens, embeds = given.get(f"{half}input_ids"), given.get(f"{half}inputs_embeds")
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
             # Of several codebooks a position has a token each, which no record can hold.
-            return ModelCall(tokens.shape[0], tokens.shape[1], tokens if tokens.dim() == 2 else None, history)
+            known = tokens if tokens.dim() == 2 else None
+            return ModelCall(tokens.shape[0], tokens.shape[1], known, history, _encoded(given), answering)
         if isinstance(embeds, Tensor) and embeds.dim() == 3:
-            return ModelCall(embeds.shape[0], embeds.shape[1], None, history)
+            return ModelCall(embeds.shape[0], embeds.shape[1], None, history, _encoded(given), answering)
     return None
+
+
+def _encoded(given: Mapping[str, Any]) -> Tensor | None:
+    states = given.get("encoder_outputs")
+    if isinstance(states, (tuple, Mapping)) and states:
+        states = states[0]  # of an output of a model as of a tuple
+    return states if isinstance(states, Tensor) and states.dim() == 3 else None
 
 
 def _parts(output: Any) -> Iterable[Any]:

@@ -183,7 +183,7 @@ class CacheRecords:
             view = replace(view, tables=tables)
         self.canary.step.after(view)
         self._drop_passed(forward.new, held)
-        if forward.tokens is None:
+        if forward.tokens is None and forward.new:
             self._unknown_end = self.end
 
     def abandon(self, views: Sequence[LayerView] = ()) -> None:
