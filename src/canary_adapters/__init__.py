@@ -13,14 +13,7 @@ from canary_adapters.block_breaches import BlockBreach, BlockSweep, count_breach
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort, add_event
 from canary_adapters.block_lists import BlockLists, GivenBlocks, GivenLens, RequestBlocks, metadata_blocks, moved_states
 from canary_adapters.block_replay import BlockLoad, BlockMessage, BlockReplay
-from canary_adapters.contents import (
-    content_numbers,
-    embedding_numbers,
-    media_number,
-    name_encoded,
-    put_embeddings,
-    put_media,
-)
+from canary_adapters.contents import content_numbers, embedding_numbers, media_number, put_embeddings, put_media
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
@@ -130,7 +123,6 @@ __all__ = [
     "media_number",
     "metadata_blocks",
     "moved_states",
-    "name_encoded",
     "packed_page_padding",
     "packed_page_source",
     "paged_source",

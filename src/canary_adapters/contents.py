@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from canary_core import Writers
-from canary_core.kinds.facts import ENCODED
 from canary_core.ops.hashing import keys, splitmix
 from canary_core.records import FIRST_CONTENT
 from canary_core.runtime.contents import UNTOLD
@@ -66,11 +65,6 @@ def media_number(key: str) -> int:
     """The number of media by the engine's own hash: never `UNTOLD`."""
     digest = blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
     return FIRST_CONTENT + 1 + int.from_bytes(digest, "little") % (FIRST_CONTENT - 1)
-
-
-def name_encoded(writers: Writers, region: str) -> None:
-    """The content in ``region`` are an encoder's states, of which cross-attention keeps K and V: findings say so."""
-    writers.contents.name(region, ENCODED)
 
 
 def _short(numbers: Tensor) -> str:

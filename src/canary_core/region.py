@@ -200,7 +200,8 @@ class Region:
     ``group_tokens`` and ``overlap_tokens``: see `RING`, where the first is required. ``page_ring``: ``(slots, rows)``
     where each page of ``slots`` slots, as numbered by table and map, is a ring of ``rows`` slots of the region: number
     ``n`` is slot ``n // slots * rows + n % rows``. A page begins at a position divisible by ``slots``. None: the rings
-    are those of the table (`SlotTable.ring_slots`).
+    are those of the table (`SlotTable.ring_slots`). ``encoded``: positions count states of an encoder, of which
+    cross-attention has K and V, not tokens.
 
     Raises `AttachError` if a source does not fit, devices differ, or there are no sources.
     """
@@ -218,6 +219,7 @@ class Region:
     group_tokens: int = 0
     overlap_tokens: int = 0
     page_ring: tuple[int, int] | None = None
+    encoded: bool = False
 
     def __post_init__(self) -> None:
         if self.slots < 1:

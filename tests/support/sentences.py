@@ -36,6 +36,7 @@ VARIANTS = (
     {**KNOWN, "detail": ABSORBED},
     {**KNOWN, "identity": "the weights of change 2 (load_weights)", "stored_identity": "the weights of the start"},
     {**KNOWN, "identity": "at positions 3 to 12 embeddings #0a1b2c3d", "stored_identity": "tokens"},
+    {**KNOWN, "identity": "at position 9 the encoder's states #0a1b2c3d", "stored_identity": "the encoder's states #1"},
     *({**KNOWN, "rule": rule} for rule in ("nothing_came", "left_out", "another_sequence", "another_identity")),
     {**KNOWN, "stored_value": None, "token": None, "stored_token": None, "stored_position": 9},
     {**KNOWN, "request": "bob", "source": None, "page": None, "stored_position": 9},

@@ -24,6 +24,7 @@ from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
 from canary_core.incident import Incident
+from canary_core.kinds.facts import ENCODED
 from canary_core.layers import resting
 from canary_core.ops.state import RegionState
 from canary_core.place import Place
@@ -81,6 +82,9 @@ class Canary:
         require_together(regions)
         self.config = config or CanaryConfig.load()
         self.writers = writers or Writers()
+        for region in regions:
+            if region.encoded:
+                self.writers.contents.name(region.name, ENCODED)
         on = self.config.mode != "off"
         tensors = pool_tensors() if on and pool_tensors is not None else {}
         left_out = (*uncovered, *resting(regions, self.config))

@@ -12,9 +12,12 @@ from canary_core.records import Kind
 
 OTHER_INPUT = Class(
     "other_input",
-    "cross-attention that goes on with K and V of another input",
+    "cross-attention over K and V of another input",
     ("transformers#31166",),
-    ("Look whether the cross-attention half of the cache was reset, and whether its layers count as filled since.",),
+    (
+        "Look whether the cross-attention half of the cache was reset, and whether its layers count as filled since.",
+        "In a paged engine, look who wrote the request's row of that group's block table.",
+    ),
 )
 
 
@@ -42,7 +45,7 @@ KIND = FindingKind(
         ),
         Sentence(
             "{reader} has {identity}, but will read {position} from {where}, which {writer} computed{written} of "
-            "{stored_identity}: the cache goes on with K and V of another input.",
+            "{stored_identity}: cross-attention reads K and V of another input.",
             when=_of_an_encoder,
         ),
         Sentence(
@@ -89,7 +92,7 @@ KIND = FindingKind(
         in the place of the same placeholder tokens, or one of them has tokens there. One finding is told for each such
         slot. Look whether the key of the prefix cache, or of the tier, has a hash of the content, and whether KV of
         such requests is inserted under its tokens alone. With the states of an encoder there is no prefix cache: look
-        whether the cross-attention half was reset between two inputs.
+        whether the cross-attention half was reset between two inputs, or at the block table of its group.
         """,
         remedies=(TABLE,),
     ),

@@ -43,5 +43,7 @@ BUG = Bug(
     setup="bart",
     broken=broken,
     traffic=traffic,
-    default=Found("prefix", 1, "computed ... of the encoder's states ... goes on with K and V of another input"),
+    default=Found(
+        "prefix", 1, "computed ... of the encoder's states ... cross-attention reads K and V of another input"
+    ),
 )

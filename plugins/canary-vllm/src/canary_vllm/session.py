@@ -39,6 +39,7 @@ from canary_core import (
 from canary_vllm.allocator import messages
 from canary_vllm.arrivals.loads import Loads
 from canary_vllm.batches import sampled
+from canary_vllm.batches.encoder import EncoderReads
 from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors, embeddings, metadata, runners
@@ -79,7 +80,10 @@ class Session:
         )  # fmt: skip
         self.groups = pool.groups
         """The guarded groups."""
-        self._v1 = V1Batches(runner, self.groups, self.requests)
+        encoder = [group for group in self.groups if group.holds == "encoder"]
+        self._encoder = EncoderReads(self.canary, runner, encoder, self.requests) if encoder else None
+        decoder = [group for group in self.groups if group.holds != "encoder"]
+        self._v1 = V1Batches(runner, decoder, self.requests)
         self._v2 = V2Batches(self.groups, self.requests)
         self._lists = BlockLists(self.canary)
         self._prepared: Prepared | None = None
@@ -188,6 +192,8 @@ class Session:
                 self._scales.look()
         with self.canary.guard("scheduled"):
             self.requests.notice(output)
+            if self._encoder is not None:
+                self._encoder.notice(output)
             message = messages.attached(output)
             given = partial(messages.given, output)
             self.lifetime.replay(message, given)
@@ -212,7 +218,8 @@ class Session:
         self._unseen = UNSEEN
         self._scheduled()
         view = partial(self._view, self._v1, self._output, self.runner.input_batch)
-        return self.canary.step.run(original, view, overlap=Overlap.CHECK)
+        run = partial(self.canary.step.run, original, view, overlap=Overlap.CHECK)
+        return run() if self._encoder is None else self._encoder.run(run)
 
     def sampled(self, output: Any, about: Any) -> None:
         """The runner has sampled ``output`` for the last forward. ``about``: V1: the drafted tokens; V2: the batch."""

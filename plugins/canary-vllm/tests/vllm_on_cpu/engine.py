@@ -60,7 +60,7 @@ def as_asked_for() -> Iterator[None]:
 
 
 class SmallEngine:
-    """``model``: one of `models.MODELS`. ``options``: what `vllm.LLM` is given beside `OPTIONS`.
+    """``model``: one of `models.MODELS`, or a folder. ``options``: what `vllm.LLM` is given beside `OPTIONS`.
 
     To load vLLM and the model takes seconds, a new KV cache milliseconds: `renew` makes one, with a new scheduler, by
     vLLM's own functions, so that a plugin that was installed since attaches to it.
@@ -72,7 +72,9 @@ class SmallEngine:
 
         root = Path(tempfile.mkdtemp(prefix="vllm-on-cpu-"))
         with without_llvmlite(), as_asked_for():
-            self.llm = LLM(model=models.folder(model, root), **{**OPTIONS, **options})
+            self.llm = LLM(
+                model=model if os.path.isdir(model) else models.folder(model, root), **{**OPTIONS, **options}
+            )
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.answers: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}

@@ -286,6 +286,8 @@ class Reporter:
         window's."""
         by_kind: dict[RegionKind, list[int]] = {}
         for state in self._states:
+            if state.region.encoded:
+                continue
             by_kind.setdefault(state.region.kind, []).append(counters[COUNTERS + state.index * GAUGES + RECORDED])
         return min(by_kind.get(RegionKind.FULL) or by_kind.get(RegionKind.WINDOW) or [0])
 

@@ -8,11 +8,12 @@ from weakref import ref
 import pluggy
 from torch import Tensor
 
-from canary_adapters import content_numbers, name_encoded
+from canary_adapters import content_numbers
 from canary_core import CanaryConfig
 from canary_transformers.generate import caches
 from canary_transformers.generate.caches import Keeping, LayerView
 from canary_transformers.generate.forward import ModelCall
+from canary_transformers.generate.groups import CROSS
 from canary_transformers.generate.guarded_cache import GuardedCache
 
 
@@ -23,7 +24,7 @@ class CrossCache(GuardedCache):
     cache; after a reset, or where ``whole`` says that its layers are to be filled, it begins anew.
     """
 
-    _full = "cross"
+    _full = CROSS
 
     def __init__(self, whole: Any, name: str, config: CanaryConfig, hooks: pluggy.PluginManager) -> None:
         super().__init__(name, config, hooks)
@@ -31,7 +32,6 @@ class CrossCache(GuardedCache):
         self._keeps_book = False
         self._numbered_of: tuple[Callable[[], Tensor | None], int | None] = (lambda: None, None)
         self._numbers: Tensor | None = None
-        name_encoded(self._writers, self._full)
 
     def before(self, cache: Any, forward: ModelCall) -> None:
         """Checks the reads of all states."""

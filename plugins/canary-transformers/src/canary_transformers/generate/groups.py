@@ -15,6 +15,10 @@ LEAST_TOKENS = 128
 """Tokens a row of a growing cache has room for at first; doubled as needed."""
 
 
+CROSS = "cross"
+"""Name of a group of cross-attention."""
+
+
 @dataclass(slots=True)
 class Group:
     """A region of ``rows * capacity`` slots: slot ``r * capacity + i`` is index ``i`` of the tensors' batch row ``r``.
@@ -45,7 +49,8 @@ class Group:
         """The region of the group's layers among ``views``."""
         window = self.keeping.window_tokens
         kind = RegionKind.FULL if window is None else RegionKind.WINDOW
-        return Region(self.name, self.rows * self.capacity, self.sources(views), kind, window)
+        encoded = self.name.partition(".")[0] == CROSS
+        return Region(self.name, self.rows * self.capacity, self.sources(views), kind, window, encoded=encoded)
 
     def sources(self, views: Sequence[LayerView]) -> tuple[KVSource, ...]:
         """K and V of each layer at the present place."""

@@ -63,6 +63,11 @@ def drafts_refusal(runner: Any) -> str | None:
     return f"which slots a drafter of the method {method!r} writes is not known"
 
 
+def encoder_refusal(runner: Any) -> str | None:
+    """Why K and V of an encoder's states can't be guarded, None for no reason."""
+    return None if hasattr(runner, "encoder_seq_lens") else "how many states a request of this runner has is not known"
+
+
 def drafter(runner: Any) -> Any:
     """The drafter, with or without a forward, None where there is none."""
     return getattr(runner, "speculator", None) or getattr(runner, "drafter", None)

@@ -12,15 +12,20 @@ from canary_core import AttachError, KVSource, PoolAdapter, Region, RegionKind, 
 from canary_vllm.compat import layers, runners
 from canary_vllm.pools.layout import Layouts
 
-GUARDED = ("FullAttention", "MLA", "SlidingWindow", "Mamba")
+GUARDED = ("FullAttention", "MLA", "SlidingWindow", "Mamba", "CrossAttention")
 """Parts of the names of supported kinds of groups. Others keep and drop blocks in ways of their own: with such layers
 in a group no forward is checked."""
+
+
+HELD = ("tokens", "drafts", "encoder", "states")
+"""Contents of groups, in the order of regions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group(BlockGroup):
     """One guarded group. ``page``: slots of an entry of its table. ``holds``: the KV of the served model's ``tokens``,
-    of a draft model's layers (``drafts``), or recurrent ``states``, one a block. ``layers``: vLLM's names."""
+    of a draft model's layers (``drafts``), of an ``encoder``'s states, or recurrent ``states``, one a block.
+    ``layers``: vLLM's names."""
 
     page: int = 1
     holds: str = "tokens"
@@ -68,7 +73,7 @@ class VLLMPool(PoolAdapter):
         if not found:
             return ()
         # What sweeps and sampled tokens are told by comes first.
-        self.groups.sort(key=lambda group: ("tokens", "drafts", "states").index(group.holds))
+        self.groups.sort(key=lambda group: HELD.index(group.holds))
         order = [group.region for group in self.groups]
         found.sort(key=lambda region: order.index(region.name))
         names = frozenset(region.name for region in found)
@@ -87,7 +92,10 @@ class VLLMPool(PoolAdapter):
         if getattr(spec, "storage_block_size", block) != block:
             reason = "compressed KV is not guarded"
         states, drafts = kinds == {"MambaSpec"}, names[0] in self._drafts
-        if states:
+        holds = "drafts" if drafts else "encoder" if kinds == {"CrossAttentionSpec"} else "tokens"
+        if holds == "encoder":
+            reason = runners.encoder_refusal(self._runner)
+        elif states:
             reason = layers.states_refusal(spec, runners.drafted(self._runner))
         elif drafts:
             reason = runners.drafts_refusal(self._runner)
@@ -104,10 +112,14 @@ class VLLMPool(PoolAdapter):
         window = getattr(next(iter(specs.values()), spec), "sliding_window", None)
         # A full group may have layers with a window: they read less of the same slots.
         window = int(window) if window and all("SlidingWindow" in kind for kind in kinds) else None
-        name = self._name("draft" if drafts else "window" if window else "full", number)
-        self.groups.append(Group(name, number, block, page, "drafts" if drafts else "tokens", tuple(names)))
+        encoded = holds == "encoder"
+        base = "cross" if encoded else "draft" if drafts else "window" if window else "full"
+        name = self._name(base, number)
+        self.groups.append(Group(name, number, block, page, holds, tuple(names)))
         kind = RegionKind.WINDOW if window else RegionKind.FULL
-        return Region(name, slots, sources, kind=kind, window_tokens=window, null_slot=0, null_slots=block)
+        return Region(
+            name, slots, sources, kind=kind, window_tokens=window, null_slot=0, null_slots=block, encoded=encoded
+        )
 
     def _name(self, base: str, number: int) -> str:
         return base if all(group.region != base for group in self.groups) else f"{base}.{number}"

@@ -1,0 +1,96 @@
+"""`EncoderReads`: cross-attention, whose K and V are of an encoder's states."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import BatchRows, block_table, media_number, token_table, upload
+from canary_core import BatchView, Canary, Overlap, SlotTable
+from canary_vllm.batches.requests import Requests
+from canary_vllm.pools.pool import Group
+
+
+class EncoderReads:
+    """The groups of cross-attention. A request's first forward writes K and V of all its states, and each later one
+    reads them all; positions count states. So a V1 runner's forward is followed by a step of these groups alone.
+
+    In the place of a token, a state has a number of its input, by vLLM's own identifier in the scheduler's message: so
+    an answer that goes on with another input is found. That the encoder has computed this input is not looked at.
+    """
+
+    def __init__(self, canary: Canary, runner: Any, groups: Sequence[Group], requests: Requests) -> None:
+        self._canary = canary
+        self._runner = runner
+        self._groups = groups
+        self._requests = requests
+        self._inputs: dict[str, Tensor] = {}
+        self._known = BatchRows(canary.device)
+        self._none = torch.zeros(int(runner.max_num_reqs), dtype=torch.int32, device=canary.device)
+        self._empty = torch.empty(0, dtype=torch.int64, device=canary.device)
+
+    def notice(self, output: Any) -> None:
+        """Takes the scheduler's message for the next forward."""
+        for name in output.finished_req_ids:
+            self._inputs.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            features = getattr(new, "mm_features", None) or ()
+            numbers = [torch.tensor([media_number(f.identifier)]).expand(int(f.mm_position.length)) for f in features]
+            self._inputs[new.req_id] = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64)
+            # Another request may have had this name.
+            self._known.clear()
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Runs the runner's forward, whose writes of K and V are no surprise to an audit, then the step. Raises
+        `ViolationError` in raise mode."""
+        view = None
+        with self._canary.guard("encoder"):
+            view = self._view()
+            if view is not None and self._canary.audit.due:
+                for name, table in view.tables.items():
+                    self._canary.audit.claim(name, _written(view, table))
+        result = forward()
+        if view is not None:
+            self._canary.step.run(lambda: None, lambda: view, overlap=Overlap.NONE)
+        return result
+
+    def _view(self) -> BatchView | None:
+        runner, inputs = self._runner, self._runner.input_batch
+        rows = int(inputs.num_reqs)
+        names = inputs.req_ids[:rows]
+        if not rows or not self._canary.enabled:
+            return None
+        device = self._canary.device
+        begins = inputs.num_computed_tokens_cpu[:rows] == 0
+        prefix, first = runner.encoder_seq_lens.gpu[:rows], self._none[:rows]
+        if begins.any():
+            first = upload(begins.tolist(), device, torch.int32) * prefix
+            prefix = prefix - first
+        own = [self._inputs.get(name) for name in names]
+        new = [tokens for tokens, begin in zip(own, begins, strict=True) if begin and tokens is not None]
+        longest = max((len(tokens) for tokens in own if tokens is not None), default=0)
+        expected = self._known.of(names, lambda: token_table(own, longest, device)) if longest else None
+        tokens = upload(torch.cat(new), device) if new else self._empty
+        tables = {
+            group.region: block_table(inputs.block_table[group.number].block_table.gpu[:rows], group.page)
+            for group in self._groups
+        }
+        return BatchView(
+            prefix_lens=prefix,
+            new_lens=first,
+            token_ids=tokens,
+            writers=self._requests.ids(names),
+            tables=tables,
+            expected_tokens=expected,
+            anchors=self._requests.writers.anchors(names, device),
+        )
+
+
+def _written(view: BatchView, table: SlotTable) -> Tensor:
+    """Slots that the forward of ``view`` writes to. Waits for the device."""
+    found = [torch.empty(0, dtype=torch.int64, device=view.device)]
+    for row, states in enumerate(view.new_lens.tolist()):
+        position = torch.arange(states, device=view.device)
+        found.append(table.entries[row, position // table.page_size] * table.page_size + position % table.page_size)
+    return torch.cat(found)
