@@ -50,7 +50,7 @@ def embedding_numbers(rows: Tensor) -> Tensor:
 
 
 def content_numbers(rows: Tensor) -> Tensor:
-    """As `embedding_numbers`, of all ``rows`` ``[n, hidden]``, not empty: int64 ``[n]`` on their device. Waits for
+    """As `embedding_numbers`, of all ``rows`` ``[n, hidden]``, not empty: int64 ``[n]`` on the same device. Waits for
     nothing."""
     with torch.no_grad():
         some = rows.detach().contiguous()

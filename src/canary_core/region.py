@@ -23,7 +23,8 @@ class RegionKind(str, Enum):
     FULL = "full"
     """Immutable after write, one slot per token."""
     WINDOW = "window"
-    """As full, only the last ``window_tokens`` positions are readable."""
+    """As full, only the last ``window_tokens`` positions are readable, or, where the region is ``chunked``, those since
+    the last position divisible by ``window_tokens``."""
     COMPRESSED = "compressed"
     """One slot for ``tokens_per_slot`` tokens, written with the last of them. Positions of such a region count slots:
     the group ``p`` ends with token ``(p + 1) * tokens_per_slot - 1``, and its slot is that token's slot number in the
@@ -196,7 +197,8 @@ class Region:
     with a block), never a live token's (None: every slot is live). ``null_reads``: number of padding slots, from the
     first on, that attention may read; the rest are only written (None: all may be read).
     ``tokens_per_slot``: more than 1 for `COMPRESSED`. ``window_tokens``: a token attends to itself and the
-    ``window_tokens - 1`` tokens before; required for `WINDOW`.
+    ``window_tokens - 1`` tokens before; required for `WINDOW`. ``chunked``: to itself and those before in its own chunk
+    of ``window_tokens`` tokens instead (chunked local attention).
     ``group_tokens`` and ``overlap_tokens``: see `RING`, where the first is required. ``page_ring``: ``(slots, rows)``
     where each page of ``slots`` slots, as numbered by table and map, is a ring of ``rows`` slots of the region: number
     ``n`` is slot ``n // slots * rows + n % rows``. A page begins at a position divisible by ``slots``. None: the rings
@@ -220,6 +222,7 @@ class Region:
     overlap_tokens: int = 0
     page_ring: tuple[int, int] | None = None
     encoded: bool = False
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -233,6 +236,8 @@ class Region:
             )
         if self.window_tokens is not None and self.window_tokens < 1:
             raise AttachError(f"region {self.name!r}: window_tokens must be at least 1, got {self.window_tokens}")
+        if self.chunked and self.window_tokens is None:
+            raise AttachError(f"region {self.name!r}: chunked goes with kind=WINDOW, got kind={self.kind.value}")
         if (self.kind is RegionKind.COMPRESSED) != (self.tokens_per_slot > 1):
             raise AttachError(
                 f"region {self.name!r}: tokens_per_slot above 1 goes with kind=COMPRESSED, got kind={self.kind.value} "
@@ -271,6 +276,12 @@ class Region:
         if self.kind is RegionKind.RING:
             return self.overlap_tokens + 1
         return 2 if self.kind is RegionKind.STATE else self.window_tokens or 0
+
+    def passed(self, tokens: int) -> int:
+        """How many positions of a sequence of ``tokens`` no later token attends to: those before the window."""
+        if self.window_tokens is None:
+            return 0
+        return tokens - tokens % self.window_tokens if self.chunked else max(tokens - self.window_tokens + 1, 0)
 
     @property
     def slot_bytes(self) -> int:

@@ -115,6 +115,7 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
         kind=kind,
         tokens_per_slot=rng.choice([2, 4]) if kind is RegionKind.COMPRESSED else 1,
         window_tokens=window,
+        chunked=window is not None and random.Random(f"chunk {seed}").random() < 0.4,
         group_tokens=ring_rng.choice([2, 3]) if kind is RegionKind.RING else 0,
         overlap_tokens=ring_rng.choice([0, 1]) if kind is RegionKind.RING else 0,
         page_ring=page_ring,

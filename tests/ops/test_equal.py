@@ -38,6 +38,9 @@ from canary_core.records import ALL_TILES, BLOCK_VALUES, PROBE, Counter, Cursor,
 EVENTS = ("alloc", "park", "share", "evict", "free")
 """What happens to who has a slot."""
 
+CHUNKED = 64
+"""The first seed of `scenario` with a region of chunks."""
+
 OPS = (
     *("check", "compare_tables", "read_check", "note_store", "fingerprint", "note_store", "compare_stores", "record"),
     *("scrub", "verify", "adopt", "note", *EVENTS),
@@ -132,8 +135,14 @@ def test_kernels_equal_reference(seed):
     run(seed, "cpu")
 
 
+def test_kernels_equal_reference_with_chunks():
+    """A region whose tokens attend to those of their own chunk."""
+    assert scenario(CHUNKED).region.chunked
+    run(CHUNKED, "cpu")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", [*range(10), 13, 32])
+@pytest.mark.parametrize("seed", [*range(10), 13, 32, CHUNKED])
 def test_kernels_equal_reference_on_the_gpu(seed):
     """The same on a GPU, compiled. Few seeds, all kinds of regions among them: nearly every one is a layout of its own
     to compile for."""

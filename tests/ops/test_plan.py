@@ -1,9 +1,13 @@
 """How a table is read: which slot each position of each row has."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from canary_adapters import ragged_table
-from canary_core import KVSource, Region, SlotTable
+from canary_core import KVSource, Region, RegionKind, SlotTable
+from canary_core.errors import AttachError
 from canary_core.ops.torch import plan
 from canary_core.records import Status
 
@@ -36,3 +40,14 @@ def test_a_row_ends_where_the_next_begins():
     table = SlotTable(torch.arange(8).view(2, 4))
     assert look(table, [0, 0, 1], [3, 4, 4]) == ([3, -1, -1], [Status.OK, Status.RANGE, Status.RANGE])
     assert look(SlotTable(torch.arange(4).view(4, 1)), [1, 1], [0, 1]) == ([1, -1], [Status.OK, Status.RANGE])
+
+
+def test_a_token_reads_those_of_its_own_chunk_only():
+    """Of chunks of 8 tokens: nothing at a chunk's beginning, then all since; what a window passes is another matter."""
+    chunks = replace(region(), kind=RegionKind.WINDOW, window_tokens=8, chunked=True)
+    prefix = torch.tensor([0, 5, 8, 13, 16])
+    assert plan._read_first(chunks, prefix, torch.ones(5)).tolist() == [0, 0, 8, 8, 16]
+    assert [chunks.passed(int(n)) for n in prefix] == [0, 0, 8, 8, 16]
+    assert [replace(chunks, chunked=False).passed(int(n)) for n in prefix] == [0, 0, 1, 6, 9]
+    with pytest.raises(AttachError, match="chunked goes with kind=WINDOW, got kind=full"):
+        replace(region(), chunked=True)

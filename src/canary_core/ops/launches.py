@@ -32,8 +32,8 @@ class Numbers(NamedTuple):
 
 class TableConstants(NamedTuple):
     """Compile-time constants of a batch: constants of the engine, and the rows rounded up to one of
-    `kernels.launch.ROW_STEPS`. `ALIGN`: a region's ``group_tokens``. The last ones are `Numbers`: kernels of Triton up
-    to 3.7 take no tuple within a tuple further than one call."""
+    `kernels.launch.ROW_STEPS`. `ALIGN`: a region's ``group_tokens``, -1 where it is chunked. The last ones are
+    `Numbers`: kernels of Triton up to 3.7 take no tuple within a tuple further than one call."""
 
     PAGE_SIZE: int
     RING: int

@@ -35,6 +35,13 @@ MODELS: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=1.0, norm_topk_prob=False,
         attention_bias=False, use_qk_norm=False, partial_rotary_factor=1.0,
     ),
+    # Three layers of chunks of 64 tokens, then one of all.
+    "llama4": dict(
+        architectures=["Llama4ForCausalLM"], model_type="llama4_text", hidden_act="silu", num_hidden_layers=4,
+        attention_chunk_size=64, no_rope_layers=[1, 1, 1, 0], layer_types=["chunked_attention"] * 3 + [FULL],
+        intermediate_size_mlp=128, num_local_experts=2, num_experts_per_tok=1, interleave_moe_layer_step=1,
+        moe_layers=[], use_qk_norm=True, attn_temperature_tuning=False,
+    ),
     # vLLM's own scan for CPUs takes a prompt in one chunk.
     "mamba2": dict(
         architectures=["Mamba2ForCausalLM"], model_type="mamba2", hidden_act="silu", num_heads=4, n_groups=1,

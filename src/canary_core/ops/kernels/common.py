@@ -112,9 +112,11 @@ def resolve_entry(places, entry, column, m, TABLE: tl.constexpr):
 
 @triton.jit
 def readable(prefix, new, TABLE: tl.constexpr):
-    """Number of positions before ``prefix`` read by a forward of ``new`` tokens, in a region with a window, or in a
-    ring, where only a forward that completes a group reads. In the type of ``prefix``."""
+    """Number of positions before ``prefix`` read by a forward of ``new`` tokens, in a region with a window, in one of
+    chunks, or in a ring, where only a forward that completes a group reads. In the type of ``prefix``."""
     count = tl.minimum(prefix, TABLE.WINDOW - 1)
+    if TABLE.ALIGN < 0:
+        count = prefix % TABLE.WINDOW
     if TABLE.ALIGN > 0:
         end = prefix + tl.maximum(new, 0).to(prefix.dtype)
         begun = tl.minimum(prefix, prefix % TABLE.ALIGN + (TABLE.WINDOW - 1))

@@ -304,7 +304,8 @@ def _table_launches(state: RegionState, table: SlotTable, rows: int) -> TableLau
     if known is None:
         region = state.region
         constants = TableConstants(
-            table.page_size, table.ring_slots, table.stored_by(region), region.attention_window, region.group_tokens,
+            table.page_size, table.ring_slots, table.stored_by(region), region.attention_window,
+            -1 if region.chunked else region.group_tokens,
             ROW_STEPS[step], *Numbers.of(table.pool_page, region.page_ring, region.tokens_per_slot),
         )  # fmt: skip
         known = state.launches.by_table[key] = TableLaunches(constants, {})

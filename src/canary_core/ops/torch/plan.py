@@ -73,6 +73,8 @@ def _read_first(region: Region, prefix: Tensor, new: Tensor) -> Tensor:
     """First position read by each row; the prefix length for a row without reads."""
     if not region.attention_window:
         return torch.zeros_like(prefix)
+    if region.chunked:
+        return prefix - prefix % region.attention_window
     back = region.attention_window - 1
     if not region.group_tokens:
         return (prefix - back).clamp(min=0)

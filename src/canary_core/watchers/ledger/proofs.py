@@ -117,9 +117,8 @@ class Proofs:
 
     def _passed(self, arrival: Arrival, block: int) -> bool:
         """Whether the block lies before the window of all later tokens, and need not be brought."""
-        window = self._state.region.window_tokens
         end = arrival.blocks.first + len(arrival.blocks.tokens)
-        return window is not None and arrival.blocks.position(block) + self._page_slots - 1 <= end - window
+        return arrival.blocks.position(block) + self._page_slots <= self._state.region.passed(end)
 
     def _foreign(self, came: Came, i: int, holder: Holder) -> Disproof | None:
         """The bytes are those of ``holder``, and not of the arrival's prefix."""

@@ -12,7 +12,7 @@ from canary_core import AttachError, KVSource, PoolAdapter, Region, RegionKind, 
 from canary_vllm.compat import layers, runners
 from canary_vllm.pools.layout import Layouts
 
-GUARDED = ("FullAttention", "MLA", "SlidingWindow", "Mamba", "CrossAttention")
+GUARDED = ("FullAttention", "MLA", "SlidingWindow", "Mamba", "CrossAttention", "ChunkedLocal")
 """Parts of the names of supported kinds of groups. Others keep and drop blocks in ways of their own: with such layers
 in a group no forward is checked."""
 
@@ -109,17 +109,20 @@ class VLLMPool(PoolAdapter):
         sources = tuple(self._sources(names, slots // page, page))
         if not sources:
             return None
-        window = getattr(next(iter(specs.values()), spec), "sliding_window", None)
-        # A full group may have layers with a window: they read less of the same slots.
-        window = int(window) if window and all("SlidingWindow" in kind for kind in kinds) else None
+        # A full group may have layers with a window, or with chunks: they read less of the same slots.
+        chunked = kinds == {"ChunkedLocalAttentionSpec"}
+        cut = "attention_chunk_size" if chunked else "sliding_window"
+        window = getattr(next(iter(specs.values()), spec), cut, None)
+        window = int(window) if window and (chunked or all("SlidingWindow" in kind for kind in kinds)) else None
         encoded = holds == "encoder"
-        base = "cross" if encoded else "draft" if drafts else "window" if window else "full"
+        base = "cross" if encoded else "draft" if drafts else "chunk" if chunked else "window" if window else "full"
         name = self._name(base, number)
         self.groups.append(Group(name, number, block, page, holds, tuple(names)))
         kind = RegionKind.WINDOW if window else RegionKind.FULL
         return Region(
-            name, slots, sources, kind=kind, window_tokens=window, null_slot=0, null_slots=block, encoded=encoded
-        )
+            name, slots, sources, kind=kind, window_tokens=window, null_slot=0, null_slots=block, encoded=encoded,
+            chunked=chunked,
+        )  # fmt: skip
 
     def _name(self, base: str, number: int) -> str:
         return base if all(group.region != base for group in self.groups) else f"{base}.{number}"
