@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama4": dict(
         architectures=["Llama4ForCausalLM"], model_type="llama4_text", hidden_act="silu", num_hidden_layers=4,
         attention_chunk_size=64, no_rope_layers=[1, 1, 1, 0], layer_types=["chunked_attention"] * 3 + [FULL],
-        intermediate_size_mlp=128, num_local_experts=2, num_experts_per_tok=1, interleave_moe_layer_step=1,
+        intermediate_size_mlp=128, num_local_experts=2, num_experts_per_tok=1, interleave_moe_layer_step=0,
         moe_layers=[], use_qk_norm=True, attn_temperature_tuning=False,
     ),
     # vLLM's own scan for CPUs takes a prompt in one chunk.
