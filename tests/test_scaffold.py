@@ -73,11 +73,11 @@ def test_only_the_engine_is_still_called_toy(tmp_path, name):
     assert f"class {names.title}Pool(PoolAdapter)" in files[f"src/{names.package}/pool.py"]
 
 
-def test_the_toy_plugin_takes_145_lines():
-    """A paged engine with a prefix cache, forks and roll backs is guarded by 145 lines of code, without blank lines,
+def test_the_toy_plugin_takes_150_lines():
+    """A paged engine with a prefix cache, forks and roll backs is guarded by 150 lines of code, without blank lines,
     comments and docstrings."""
     files = [EXAMPLE / "src" / "canary_toy" / f"{name}.py" for name in ("pool", "batch", "hooks", "plugin")]
-    assert sum(len(code_lines(file.read_text())) for file in files) <= 145
+    assert sum(len(code_lines(file.read_text())) for file in files) <= 150
 
 
 def test_the_guide_shows_what_is_printed(tmp_path, monkeypatch):

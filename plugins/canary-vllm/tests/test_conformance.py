@@ -51,6 +51,7 @@ class TestLlama(PluginConformance):
         "graphs": "a CPU has no CUDA graphs",
         "fork": "vLLM runs each of several answers as a request of its own",
         "copies": "vLLM forks no requests",
+        "contents": "the suite's engine takes tokens only; canary-vllm's test_contents has embeddings and images",
         "roll_back": "vLLM rolls back only what was drafted",
     }
     engine_package = "vllm.v1"

@@ -83,6 +83,14 @@ def derived_writes(view: BatchView, batch: Any) -> BatchView:
     return dataclasses.replace(view, tables={REGION: replace(table, write_slots=slots)})
 
 
+def own_tokens_only(view: BatchView, batch: Any) -> BatchView:
+    """The view has tokens where requests have embeddings."""
+    expected = view.expected_tokens.clone()
+    for row, request in enumerate(batch.requests):
+        expected[row, : len(request.tokens)] = torch.tensor(request.tokens)
+    return dataclasses.replace(view, token_ids=batch.token_ids, expected_tokens=expected)
+
+
 def without_writes(decodes: bool) -> Break:
     """No write slots, in decodes or in all others."""
 
@@ -171,6 +179,8 @@ BATCH: dict[str, Break] = {
     "anchors are all 0": view(lambda v, _: dataclasses.replace(v, anchors=torch.zeros(v.rows, dtype=torch.int64))),
     "there are no anchors": view_fields(anchors=lambda t: None),
     "anchors are in reverse order": view_fields(anchors=lambda t: None if t is None else t.flip(0).contiguous()),
+    "embeddings are tokens in the view": view(own_tokens_only),
+    "embeddings are tokens among the forward's": view(lambda v, b: dataclasses.replace(v, token_ids=b.token_ids)),
     "the view is of what goes into a graph": before_loading,
     "there are no write slots in prefills": without_writes(decodes=False),
     "there are no write slots in decodes": without_writes(decodes=True),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from canary_toy import hooks
 from canary_toy.batch import ToyBatch
 from canary_toy.hooks import ToyGuard
 from canary_toy.toy_engine import KVPool
@@ -148,6 +149,7 @@ HOOKS: dict[str, Break] = {
     "the settings are not handed on": settings_ignored,
     "names are never forgotten": attribute(Writers, "forget", lambda self, request: None),
     "identities are not told": attribute(Writers, "identify", lambda self, request, **given: None),
+    "embeddings are not told": lambda patch: patch.setattr(hooks, "put_embeddings", lambda *given: None),
     "all identities are told as one": named(lambda request, **given: {"cache_salt": "salt"}),
     "each request is told as an identity of its own": named(lambda request, **given: {"cache_salt": request}),
     "the sampler is not followed": attribute(SampledTokens, "follow", lambda self: False),

@@ -249,6 +249,7 @@ class MiniConformance(PluginConformance):
         "roll_back": "mini-infer rolls no request back",
         "sampled": "the plugin does not follow the sampler",
         "identities": "mini-infer has no key beside the tokens",
+        "contents": "mini-infer takes tokens only",
         "weights": "without prefixes no KV outlives its request",
         "read_tables": "attention reads the scheduler's own tables",
     }

@@ -21,14 +21,17 @@ class ToyBatch(BatchAdapter[Batch]):
         """Rows of padding have no tokens, and no writer."""
         device, padding = batch.rows.device, [-1] * (len(batch.rows) - len(batch.requests))
         width = max(len(request.tokens) for request in batch.requests)
-        expected = [request.tokens + [-1] * (width - len(request.tokens)) for request in batch.requests]
-        expected += [[-1] * width for _ in padding]
         names = [request.name for request in batch.requests]
+        # Embeddings have numbers of their own, in the place of tokens.
+        contents = self._writers.contents
+        own = [contents.over(request.name, torch.tensor(request.tokens)).tolist() for request in batch.requests]
+        expected = [tokens + [-1] * (width - len(tokens)) for tokens in own] + [[-1] * width for _ in padding]
+        computed, new = [request.computed for request in batch.requests], batch.new_lens.tolist()[: len(names)]
         writers = [self._writers.id(name) for name in names]
         return BatchView(
             prefix_lens=batch.prefix_lens,
             new_lens=batch.new_lens,
-            token_ids=batch.token_ids,
+            token_ids=contents.given(names, computed, new, batch.token_ids),
             positions=batch.positions,
             writers=torch.tensor(writers + padding, device=device),
             tables={REGION: block_table(self._runner.block_tables, PAGE, batch.rows, batch.slot_mapping)},

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canary_adapters import put_embeddings
 from canary_core import BatchView, Canary, CanaryConfig, Patches, attach
 from canary_toy.batch import ToyBatch
 from canary_toy.pool import REGION, ToyPool
@@ -80,6 +81,8 @@ class ToyGuard:
         """A request may have the name of an earlier one: what is known of that one's sequence is not true of it."""
         self.canary.writers.forget(request.name)
         self.canary.writers.identify(request.name, cache_salt=request.salt or None)
+        if request.embeds is not None:
+            put_embeddings(self.canary.writers, request.name, range(len(request.embeds)), request.embeds)
 
     def _slots(self, page: int) -> Tensor:
         return torch.arange(page * PAGE, (page + 1) * PAGE, device=self.canary.device)

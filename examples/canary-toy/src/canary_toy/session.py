@@ -7,7 +7,7 @@ from torch import Tensor
 
 from canary_core.testing import ABILITIES, EngineSession, PluginConformance
 from canary_toy import plugin
-from canary_toy.toy_engine import LAYERS, PAGE, Batch, Engine, Request
+from canary_toy.toy_engine import DIM, HEADS, LAYERS, PAGE, Batch, Engine, Request
 
 HALVES = ("k", "v")
 Change = Callable[[Batch, int, slice], None]
@@ -156,6 +156,26 @@ class ToySession(EngineSession):
     def submit_as(self, identity: str, request: str, tokens: Sequence[int], new_tokens: int) -> None:
         """Queues a request with a cache salt."""
         self.engine.submit(request, tokens, new_tokens, salt=identity)
+
+    def submit_embedded(self, seed: int, request: str, tokens: Sequence[int], new_tokens: int) -> None:
+        """Queues a request of which the first half is embeddings."""
+        draw = torch.Generator().manual_seed(seed)
+        embeds = torch.randn(len(tokens) // 2, HEADS * DIM, generator=draw)
+        self.engine.submit(request, tokens, new_tokens, embeds=embeds)
+
+    def mix_contents(self) -> None:
+        """The bug of a key that has the placeholder tokens only: any request hits what the first ones left."""
+        kept = [
+            request.keys[: len(request.embeds)]
+            for request in self.engine.requests.values()
+            if request.embeds is not None
+        ]
+        right = self.engine.cache.match
+        self.engine.cache.match = (
+            lambda keys, salt: max(  # type: ignore[method-assign]
+                (right([*other, *keys[len(other) :]], salt) for other in kept), key=len
+            )
+        )
 
     def mix_identities(self) -> None:
         """The bug of a key without the salt: any request hits what the first ones left."""

@@ -20,7 +20,8 @@ PAGE, CHUNK, MOST_ROWS, ROW_MULTIPLE = 4, 16, 8, 4
 @dataclass(eq=False)
 class Request:
     """``tokens``: prompt and answer. The first ``computed`` of them have their K and V in ``pages``. ``row``: its row
-    of the block tables while it runs. ``salt``: only requests with the same one share K and V."""
+    of the block tables while it runs. ``salt``: only requests with the same one share K and V. ``embeds``: float
+    ``[n, HEADS * DIM]``, in the place of the first tokens."""
 
     name: str
     tokens: list[int]
@@ -30,6 +31,13 @@ class Request:
     computed: int = 0
     row: int = -1
     salt: str = ""
+    embeds: Tensor | None = None
+
+    @property
+    def keys(self) -> list[int]:
+        """The tokens as the prefix cache keeps them apart: a digest in the place of one with an embedding."""
+        digests = [] if self.embeds is None else [hash(bytes(row.numpy())) for row in self.embeds]
+        return [*digests, *self.tokens[len(digests) :]]
 
     @property
     def answer(self) -> list[int]:
@@ -126,7 +134,8 @@ def page_hashes(tokens: Sequence[int], salt: str = "") -> Iterator[int]:
 class Batch:
     """One forward. ``rows``: each row's row of the block tables; ``prefix_lens``, ``new_lens``: how many tokens it has
     in the pool, and how many are computed now (both 0 in rows of padding); ``pages``: the pages that attention reads.
-    By new token, those of padding at the end: ``token_ids``, ``positions``, ``slot_mapping`` (where K and V go)."""
+    By new token, those of padding at the end: ``token_ids``, ``positions``, ``slot_mapping`` (where K and V go).
+    ``embeds``: by new token, an embedding in the place of its token's, None for most."""
 
     requests: list[Request]
     rows: Tensor
@@ -136,6 +145,7 @@ class Batch:
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
+    embeds: list[Tensor | None] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -172,7 +182,11 @@ class ModelRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Stores K and V of the new tokens, attends, and gives each request's next token, int64 ``[requests]``."""
-        x = self.tokens[batch.token_ids] + self.places[batch.positions]
+        x = self.tokens[batch.token_ids]
+        for at, embedding in enumerate(batch.embeds):
+            if embedding is not None:
+                x[at] = embedding
+        x += self.places[batch.positions]
         ends, index = batch.new_lens.cumsum(0), torch.arange(len(x), device=x.device)
         row = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
         last = batch.prefix_lens[row] + index - (ends - batch.new_lens)[row]
@@ -207,13 +221,16 @@ class Engine:
         self.free_rows = list(range(MOST_ROWS))
         self.computed_tokens = 0
 
-    def submit(self, name: str, tokens: Sequence[int], new_tokens: int, salt: str = "") -> Request:
+    def submit(
+        self, name: str, tokens: Sequence[int], new_tokens: int, salt: str = "", embeds: Tensor | None = None
+    ) -> Request:
         """Queues a request. Raises ValueError if it has no tokens, runs already or is too long for the pool."""
         if not tokens or new_tokens < 1 or len(tokens) + new_tokens > self.block_tables.shape[1] * PAGE:
             raise ValueError(f"request {name!r} must have tokens, ask for some and fit the pool")
         if self.requests.get(name) in (*self.waiting, *self.running):
             raise ValueError(f"request {name!r} runs already")
-        request = self.requests[name] = Request(name, list(tokens), len(tokens), new_tokens, salt=salt)
+        request = Request(name, list(tokens), len(tokens), new_tokens, salt=salt, embeds=embeds)
+        self.requests[name] = request
         self.waiting.append(request)
         return request
 
@@ -229,7 +246,7 @@ class Engine:
             request.computed += count
             self.computed_tokens += count
             # Only now: a page that is published before its forward would be hit by others of the same forward.
-            self.cache.insert(request.tokens[: request.computed], request.pages, request.salt)
+            self.cache.insert(request.keys[: request.computed], request.pages, request.salt)
             if request.computed == len(request.tokens):
                 request.tokens.append(token)
                 if len(request.answer) == request.new_tokens:
@@ -296,7 +313,7 @@ class Engine:
         self.allocator.free([page for page in unused if page not in self.cache.hashes])
 
     def _admit(self, request: Request) -> None:
-        pages = self.cache.match(request.tokens[:-1], request.salt)
+        pages = self.cache.match(request.keys[:-1], request.salt)
         self.cache.take(pages)
         self._start(request, pages, len(pages) * PAGE)
 
@@ -344,14 +361,16 @@ class Engine:
     def _batch(self, scheduled: Sequence[tuple[Request, int]]) -> Batch:
         rows = [(request.row, request.computed, count) for request, count in scheduled]
         tokens: list[tuple[int, int, int]] = []
+        embeds: list[Tensor | None] = []
         for request, count in scheduled:
             # What is right of them in the row is left from whoever had it before, as in real engines.
             self.block_tables[request.row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
             for at in range(request.computed, request.computed + count):
                 tokens.append((request.tokens[at], at, request.pages[at // PAGE] * PAGE + at % PAGE))
+                embeds.append(request.embeds[at] if request.embeds is not None and at < len(request.embeds) else None)
         if all(count == 1 for _, count in scheduled):
             padding = -len(rows) % ROW_MULTIPLE
             rows += [(0, 0, 0)] * padding
             tokens += [(0, 0, slot) for slot in range(padding)]
         by_row, by_token = (torch.tensor(table, device=self.device).unbind(1) for table in (rows, tokens))
-        return Batch([request for request, _ in scheduled], *by_row, self.block_tables[by_row[0]], *by_token)
+        return Batch([request for request, _ in scheduled], *by_row, self.block_tables[by_row[0]], *by_token, embeds)

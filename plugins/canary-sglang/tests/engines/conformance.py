@@ -28,6 +28,7 @@ LACKING: Mapping[Ability, str] = {
     "copies": "SGLang forks no requests",
     "roll_back": "SGLang rolls back only what a draft model proposed",
     "read_tables": "on a CPU attention reads the scheduler's own table",
+    "contents": "the suite takes tokens only; tests/bugs/live/sglang_overrides_in_the_prefix_cache has embeddings",
     "uninstall": "what SGLang's HookRegistry has wrapped stays wrapped",
 }
 OTHER_POOLS: Mapping[Ability, str] = {**dict.fromkeys(set(ABILITIES) - COMMON, "tried with MHA"), **LACKING}

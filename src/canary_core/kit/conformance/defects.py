@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from canary_core.batch import BatchView
 from canary_core.guard.canary import Canary
 from canary_core.guard.listener import StepListener
@@ -239,6 +241,27 @@ class Defects(Requirements):
                     f"a request hit the prefix of another identity, and nothing was found{found_instead(stage)}: call "
                     "canary.writers.identify where requests arrive, with all that keys the prefix cache, and give "
                     "BatchView.anchors, never 0 for a request that is known",
+                )
+
+    @needs("contents", "prefix_cache")
+    def test_a_hit_across_contents_is_named(self) -> None:
+        """Requests with other embeddings under the same tokens do not share slots; where they do, that is told."""
+        (ask,) = self._alike(1)
+        with self._stage() as stage:
+            for name, seed in (("first", 1), ("second", 2), ("third", 1)):
+                stage.session.submit_embedded(seed, name, ask.tokens, ask.new_tokens)
+                stage.finish()
+            stage.require_silence("requests with embeddings")
+            stage.session.mix_contents()
+            stage.session.submit_embedded(3, "fourth", ask.tokens, ask.new_tokens)
+            if self._await(stage, lambda v: v.kind is Kind.PREFIX and bool(v.identity)) is None:
+                own = torch.tensor(ask.tokens)
+                known = any(c.writers.contents.over("fourth", own) is not own for c in stage.canaries)
+                raise Nonconforming(
+                    "BatchAdapter" if known else "hooks",
+                    f"a request hit the prefix of other embeddings, and nothing was found{found_instead(stage)}: tell "
+                    "put_embeddings where requests arrive, after forget, and give the view's token_ids by "
+                    "writers.contents.given and expected_tokens by writers.contents.over",
                 )
 
     @needs("weights", "prefix_cache")

@@ -27,11 +27,12 @@ Ability = Literal[
     "graphs",
     "sampled",
     "identities",
+    "contents",
     "weights",
     "read_tables",
     "stores",
 ]
-"""Abilities of an engine, followed by its plugin. Methods of the last eleven plant a bug on purpose:
+"""Abilities of an engine, followed by its plugin. Methods of the last twelve plant a bug on purpose:
 
 | ability        | the engine                                             | `EngineSession` has                  |
 |----------------|--------------------------------------------------------|--------------------------------------|
@@ -58,6 +59,7 @@ Ability = Literal[
 | `graphs`       | runs forwards on buffers that never move               | `keep_stale`                         |
 | `sampled`      | has a sampler, whose tokens the plugin follows         | `misfeed`                            |
 | `identities`   | keeps prefixes apart by adapter, salt or another key   | `submit_as`, `mix_identities`        |
+| `contents`     | takes embeddings in the place of a prompt's tokens     | `submit_embedded`, `mix_contents`    |
 | `weights`      | can go on with other weights                           | `change_weights`                     |
 | `read_tables`  | makes tables of its own for attention                  | `misread`                            |
 | `stores`       | stores K and V of a layer by a function                | `spoil_store`                        |
@@ -170,6 +172,15 @@ class EngineSession(ABC):
     def submit_as(self, identity: str, request: str, tokens: Sequence[int], new_tokens: int) -> None:
         """Ability ``identities``: as `submit`, with an adapter, a cache salt or another key named ``identity``."""
         raise self._missing("submit_as", "identities")
+
+    def submit_embedded(self, seed: int, request: str, tokens: Sequence[int], new_tokens: int) -> None:
+        """Ability ``contents``: as `submit`, with embeddings drawn by ``seed`` in the place of the first half of the
+        prompt's tokens."""
+        raise self._missing("submit_embedded", "contents")
+
+    def mix_contents(self) -> None:
+        """Ability ``contents``: from now on requests hit prefixes whatever embeddings these were computed of."""
+        raise self._missing("mix_contents", "contents")
 
     def change_weights(self, kept: bool) -> None:
         """Ability ``weights``: the engine's own update, to other weights than it ever had. ``kept``: the prefix cache

@@ -45,6 +45,7 @@ _OF_PREFIXES: frozenset[Ability] = frozenset({"prefix_cache", "park", "evict", "
 _LACKING: dict[Ability, str] = {
     "roll_back": "continuous batching rolls no request back",
     "identities": "continuous batching has no key beside the tokens: one adapter at a time, and no salts",
+    "contents": "continuous batching takes tokens only",
 }
 
 
