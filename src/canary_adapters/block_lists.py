@@ -129,20 +129,13 @@ class BlockLists:
             given, first = ragged_table(entries, starts), prefix
         else:
             given = block_table(entries, one.page_slots)
-            first = self._first_read(one.region, prefix)
+            first = self._canary.regions[one.region].passed(prefix)
             if entries.shape[0] < len(prefix):
                 cut = slice(entries.shape[0])
                 prefix, new, first = prefix[cut], new[cut], first[cut]
         writers, lens = view.writers[rows][: len(prefix)], self._lens(one, prefix, new)
         end, common = prefix + new, one.common
         return ReadTable(one.name, one.region, given, kept, first, end, writers, common=common, lens=lens)
-
-    def _first_read(self, region: str, prefix: Tensor) -> Tensor:
-        """First position read by each row, before the new tokens: the end of ``prefix`` where nothing is."""
-        window, chunked = self._canary.regions[region].attention_window, self._canary.regions[region].chunked
-        if chunked:
-            return prefix - prefix % window
-        return (prefix - (window - 1)).clamp(min=0) if window else torch.zeros_like(prefix)
 
     def _lens(self, one: GivenBlocks, prefix: Tensor, new: Tensor) -> tuple[ReadLens, ...]:
         lens = tuple(found for given in one.lens if (found := given.beside(prefix, new)) is not None)

@@ -5,13 +5,15 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, reduce
 from operator import or_
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from canary_core.errors import AttachError
 from canary_core.records import Status
+
+Count = TypeVar("Count", int, Tensor)
 
 PARTIAL_BYTES = 16
 """How much of each source `CANARY_BYTES=partial` covers: the first bytes of a slot's first chunk."""
@@ -277,11 +279,14 @@ class Region:
             return self.overlap_tokens + 1
         return 2 if self.kind is RegionKind.STATE else self.window_tokens or 0
 
-    def passed(self, tokens: int) -> int:
-        """How many positions of a sequence of ``tokens`` no later token attends to: those before the window."""
-        if self.window_tokens is None:
-            return 0
-        return tokens - tokens % self.window_tokens if self.chunked else max(tokens - self.window_tokens + 1, 0)
+    def passed(self, tokens: Count) -> Count:
+        """How many positions of a sequence of ``tokens`` no later token attends to: those before the window. So it is
+        the first position read. Not for a `RING`, where groups decide."""
+        window = self.attention_window
+        if not window:
+            return tokens * 0
+        first = tokens - tokens % window if self.chunked else tokens - (window - 1)
+        return first * (first > 0)
 
     @property
     def slot_bytes(self) -> int:

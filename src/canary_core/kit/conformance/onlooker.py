@@ -36,8 +36,8 @@ class Onlooker:
     """Checked views."""
     tables: int = 0
     """Tables of regions in these views."""
-    block: int = 0
-    """Slots in a page of the tables seen, the smallest where they differ; 0 without any."""
+    pages: set[int] = field(default_factory=set)
+    """How many slots a page of these tables has."""
     stored: int = 0
     """Forwards with recorded writes."""
     error: Exception | None = None
@@ -55,8 +55,7 @@ class Onlooker:
         """Keeps the content of the view."""
         self.forwards += 1
         self.tables += len(batch.tables)
-        pages = {table.page_size for table in batch.tables.values()}
-        self.block = min(pages | ({self.block} if self.block else set()), default=0)
+        self.pages.update(table.page_size for table in batch.tables.values())
         tokens: list[int] = batch.token_ids.tolist()
         expected = batch.expected_tokens.tolist() if batch.expected_tokens is not None else [()] * batch.rows
         lengths = zip(

@@ -97,10 +97,11 @@ class Stage(Drive):
         """As `Drive.step`. Raises `Nonconforming` where no prompt has a whole page and a token more: then nothing can
         be reused, parked or mixed up."""
         ran = super().step()
-        if self.onlooker.block >= self._longest_prompt:
+        page = min(self.onlooker.pages, default=0)
+        if page >= self._longest_prompt:
             raise Nonconforming(
                 "session",
-                f"by the views a page has {self.onlooker.block} slots, and the longest prompt has "
+                f"by the views a page has {page} slots, and the longest prompt has "
                 f"{self._longest_prompt} tokens: no prompt fills a page and goes on; set longest_prompt of the suite "
                 "to more than one page, better several, or give the session's engine smaller pages",
             )

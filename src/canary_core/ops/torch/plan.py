@@ -71,13 +71,9 @@ def rows(region: Region, batch: BatchView, table: SlotTable) -> Rows:
 
 def _read_first(region: Region, prefix: Tensor, new: Tensor) -> Tensor:
     """First position read by each row; the prefix length for a row without reads."""
-    if not region.attention_window:
-        return torch.zeros_like(prefix)
-    if region.chunked:
-        return prefix - prefix % region.attention_window
-    back = region.attention_window - 1
     if not region.group_tokens:
-        return (prefix - back).clamp(min=0)
+        return region.passed(prefix)
+    back = region.attention_window - 1
     first = (prefix - prefix % region.group_tokens - back).clamp(min=0)
     completes = (prefix + new) // region.group_tokens > prefix // region.group_tokens
     return torch.where(completes, first, prefix)

@@ -117,8 +117,9 @@ class Proofs:
 
     def _passed(self, arrival: Arrival, block: int) -> bool:
         """Whether the block lies before the window of all later tokens, and need not be brought."""
-        end = arrival.blocks.first + len(arrival.blocks.tokens)
-        return arrival.blocks.position(block) + self._page_slots <= self._state.region.passed(end)
+        region, end = self._state.region, arrival.blocks.first + len(arrival.blocks.tokens)
+        behind = arrival.blocks.position(block) + self._page_slots
+        return region.window_tokens is not None and behind <= region.passed(end)
 
     def _foreign(self, came: Came, i: int, holder: Holder) -> Disproof | None:
         """The bytes are those of ``holder``, and not of the arrival's prefix."""

@@ -62,6 +62,11 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         self._calls = local()
         self._answering = 0
 
+    @property
+    def _answer(self) -> Answer | None:
+        """That of the `generate()` which this thread runs."""
+        return getattr(self._calls, "answer", None)
+
     def _install(self) -> None:
         model = importlib.import_module("transformers.modeling_utils").PreTrainedModel
         cache = importlib.import_module("transformers.cache_utils").Cache
@@ -121,7 +126,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         try:
             given = _arguments(model, args, kwargs)
             cache = caches.among(given.values())
-            answering = getattr(self._calls, "answer", None) is not None
+            answering = self._answer is not None
             forward = _forward(given, self._history(cache), answering)
             if forward is None:
                 output = call(*args, **kwargs)
@@ -161,12 +166,12 @@ class GenerateHooks(EngineHooks[CacheOwner]):
 
     def _meets(self, owner: CacheOwner, half: Any, guarded: GuardedCache) -> bool:
         """Whether it is the first forward of a judged answer with this cache."""
-        answer = getattr(self._calls, "answer", None)
+        answer = self._answer
         return answer is not None and owner.judges and answer.meets(half, guarded)
 
     def _count(self, owner: CacheOwner, tokens: int) -> None:
         """A forward of so many tokens was seen. Within `generate()` its answer has the right number."""
-        answer = getattr(self._calls, "answer", None)
+        answer = self._answer
         if answer is None:
             owner.witness.computed(tokens)
         else:
@@ -175,7 +180,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
     def _not_guarded(self, owner: CacheOwner, model: Any, given: Mapping[str, Any], tokens: int) -> None:
         """A forward had no cache to follow. Reported once for each sort of model, if there should have been one."""
         other = next((type(value).__name__ for value in given.values() if caches.is_cache(value)), None)
-        answering = getattr(self._calls, "answer", None) is not None
+        answering = self._answer is not None
         if other is None and not (answering and given.get("use_cache") is not False):
             owner.witness.dropped(tokens)
             return
@@ -191,7 +196,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         @functools.wraps(original)
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             owner = self._owner(model)
-            outer = getattr(self._calls, "answer", None)
+            outer = self._answer
             if owner is None or outer is not None:
                 return original(model, *args, **kwargs)
             self._calls.answer = answer = Answer.begin(args, kwargs)

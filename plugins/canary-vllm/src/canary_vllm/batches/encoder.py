@@ -36,8 +36,8 @@ class EncoderReads:
             self._inputs.pop(name, None)
         for new in output.scheduled_new_reqs:
             features = getattr(new, "mm_features", None) or ()
-            numbers = [torch.tensor([media_number(f.identifier)]).expand(int(f.mm_position.length)) for f in features]
-            self._inputs[new.req_id] = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64)
+            numbers = [n for f in features for n in [media_number(f.identifier)] * int(f.mm_position.length)]
+            self._inputs[new.req_id] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             # Another request may have had this name.
             self._known.clear()
 
@@ -63,15 +63,12 @@ class EncoderReads:
             return None
         device = self._canary.device
         begins = inputs.num_computed_tokens_cpu[:rows] == 0
-        prefix, first = runner.encoder_seq_lens.gpu[:rows], self._none[:rows]
+        prefix, first, tokens = runner.encoder_seq_lens.gpu[:rows], self._none[:rows], self._empty
         if begins.any():
             first = upload(begins.tolist(), device, torch.int32) * prefix
             prefix = prefix - first
-        own = [self._inputs.get(name) for name in names]
-        new = [tokens for tokens, begin in zip(own, begins, strict=True) if begin and tokens is not None]
-        longest = max((len(tokens) for tokens in own if tokens is not None), default=0)
-        expected = self._known.of(names, lambda: token_table(own, longest, device)) if longest else None
-        tokens = upload(torch.cat(new), device) if new else self._empty
+            new = [self._inputs[name] for name, b in zip(names, begins, strict=True) if b and name in self._inputs]
+            tokens = upload(torch.cat(new), device) if new else tokens
         tables = {
             group.region: block_table(inputs.block_table[group.number].block_table.gpu[:rows], group.page)
             for group in self._groups
@@ -82,9 +79,13 @@ class EncoderReads:
             token_ids=tokens,
             writers=self._requests.ids(names),
             tables=tables,
-            expected_tokens=expected,
+            expected_tokens=self._known.of(names, lambda: self._expected(names)),
             anchors=self._requests.writers.anchors(names, device),
         )
+
+    def _expected(self, names: Sequence[str]) -> Tensor:
+        own = [self._inputs.get(name) for name in names]
+        return token_table(own, max([1, *(len(one) for one in own if one is not None)]), self._canary.device)
 
 
 def _written(view: BatchView, table: SlotTable) -> Tensor:

@@ -91,18 +91,18 @@ class VLLMPool(PoolAdapter):
         block = int(spec.block_size)
         if getattr(spec, "storage_block_size", block) != block:
             reason = "compressed KV is not guarded"
-        states, drafts = kinds == {"MambaSpec"}, names[0] in self._drafts
-        holds = "drafts" if drafts else "encoder" if kinds == {"CrossAttentionSpec"} else "tokens"
-        if holds == "encoder":
-            reason = runners.encoder_refusal(self._runner)
-        elif states:
+        holds = "drafts" if names[0] in self._drafts else "encoder" if kinds == {"CrossAttentionSpec"} else "tokens"
+        holds = "states" if kinds == {"MambaSpec"} else holds
+        if holds == "states":
             reason = layers.states_refusal(spec, runners.drafted(self._runner))
-        elif drafts:
+        elif holds == "drafts":
             reason = runners.drafts_refusal(self._runner)
+        elif holds == "encoder":
+            reason = runners.encoder_refusal(self._runner)
         if reason is not None:
             self._leave_out(names, reason)
             return None
-        if states:
+        if holds == "states":
             return self._states(names, number, block if spec.mamba_cache_mode == "align" else 1)
         page = runners.table_page(self._runner, number)
         slots = int(self._runner.kv_cache_config.num_blocks) * block
@@ -114,14 +114,13 @@ class VLLMPool(PoolAdapter):
         cut = "attention_chunk_size" if chunked else "sliding_window"
         window = getattr(next(iter(specs.values()), spec), cut, None)
         window = int(window) if window and (chunked or all("SlidingWindow" in kind for kind in kinds)) else None
-        encoded = holds == "encoder"
-        base = "cross" if encoded else "draft" if drafts else "chunk" if chunked else "window" if window else "full"
-        name = self._name(base, number)
+        base = "chunk" if chunked else "window" if window else "full"
+        name = self._name({"drafts": "draft", "encoder": "cross"}.get(holds, base), number)
         self.groups.append(Group(name, number, block, page, holds, tuple(names)))
         kind = RegionKind.WINDOW if window else RegionKind.FULL
         return Region(
-            name, slots, sources, kind=kind, window_tokens=window, null_slot=0, null_slots=block, encoded=encoded,
-            chunked=chunked,
+            name, slots, sources, kind=kind, window_tokens=window, null_slot=0, null_slots=block,
+            encoded=holds == "encoder", chunked=chunked,
         )  # fmt: skip
 
     def _name(self, base: str, number: int) -> str:
