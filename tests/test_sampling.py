@@ -65,6 +65,23 @@ def test_what_was_sampled_and_computed_is_silent(dtype):
     assert serving.compared == 2 * (1 + 2 + 3 + 4)
 
 
+def test_a_forward_of_other_regions_alone_is_not_what_was_sampled_of():
+    """As a step of cross-attention between the forward and the sampler."""
+    serving = Serving()
+    for token in range(20, 23):
+        between = replace(serving.view(), tables={})
+        serving.canary.step.run(lambda: None, lambda: between)
+        serving.sample(token, token + 40)
+        serving.append(token, token + 40)
+        serving.forward()
+    assert serving.found() == []
+    assert serving.compared == 2 * (1 + 2 + 3)
+    serving.sample(30, 40)
+    serving.append(30, 41)
+    serving.forward()
+    assert (Kind.WRITE_INPUT, "b", 8, 40, 41) in serving.found()
+
+
 def test_exchanged_next_tokens_are_found():
     """Each request is told with its position, what was sampled for it, and what was computed; the slots with the wrong
     tokens are told by the next forward, and once only."""

@@ -19,6 +19,14 @@ MODELS: dict[str, dict[str, Any]] = {
         query_pre_attn_scalar=64, sliding_window=128, rope_local_base_freq=10000.0,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    # Three layers of chunks of 128 tokens, then one of all.
+    "llama4": dict(
+        architectures=["Llama4ForCausalLM"], model_type="llama4_text", hidden_act="silu", num_hidden_layers=4,
+        attention_chunk_size=128, no_rope_layers=[1, 1, 1, 0],
+        layer_types=["chunked_attention"] * 3 + ["full_attention"], intermediate_size_mlp=512, num_local_experts=2,
+        num_experts_per_tok=1, interleave_moe_layer_step=0, moe_layers=[], use_qk_norm=True,
+        attn_temperature_tuning=False,
+    ),
     "deepseek": dict(
         architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_act="silu", kv_lora_rank=512,
         q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=4,

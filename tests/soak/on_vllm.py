@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_on_cpu import models
+from vllm_on_cpu import encoder_script, models
 
 from canary_core import Violation
 from soak import gpu_models
@@ -24,13 +24,15 @@ class VLLM(Stepwise):
         from vllm import LLM
 
         made = gpu_models if device == "cuda" else models
+        self._sound = setup.model == "whisper"
         options = dict(setup.options)
         drafter = options.pop("drafter", None)
         if drafter is not None:
             beside = folder / "drafter"
             beside.mkdir(exist_ok=True)
             options["speculative_config"] = {**drafter, "model": made.folder(drafter["model"], beside)}
-        self._llm = LLM(model=made.folder(setup.model, folder), **options)
+        model = encoder_script.folder(folder) if self._sound else made.folder(setup.model, folder)
+        self._llm = LLM(model=model, **options)
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._ended: dict[str, list[int]] = {}
@@ -58,6 +60,8 @@ class VLLM(Stepwise):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         prompt = {"prompt_token_ids": list(asked.tokens), **({"cache_salt": asked.salt} if asked.salt else {})}
+        if self._sound:
+            prompt = encoder_script.sound(asked.tokens[0])
         self._engine.add_request(name, prompt, params)
 
     def abort(self, name: str) -> None:

@@ -71,6 +71,9 @@ def _vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
         )
 
     yield from _more_vllm_on_cpu()
+    environment = {**VLLM_ENVIRONMENT, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "all"}
+    yield "chunks", Setup("vllm", "llama4", OPTIONS, environment, Shape(vocabulary=500))
+    yield "whisper", Setup("vllm", "whisper", {**OPTIONS, **SOUND}, environment, Shape(new=80, vocabulary=500))
 
 
 def _more_vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
@@ -121,6 +124,7 @@ VLLM_ON_GPU: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", dict(GRAPHS, async_scheduling=True)),
     "window": ("mistral", GRAPHS),
     "hybrid": ("gemma3", GRAPHS),
+    "chunks": ("llama4", GRAPHS),
     "mla": ("deepseek", GRAPHS),
     "ngram": ("llama", dict(GRAPHS, speculative_config=NGRAM)),
     "preempt": ("llama", dict(GRAPHS, num_gpu_blocks_override=70, max_num_batched_tokens=64)),
@@ -128,6 +132,11 @@ VLLM_ON_GPU: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("llama", dict(GRAPHS, kv_cache_dtype="fp8")),
 }
 """Name: one of `gpu_models.MODELS`, and what `vllm.LLM` is given beside `ON_GPU`."""
+
+SOUND: dict[str, Any] = dict(
+    skip_tokenizer_init=False, max_model_len=96, max_num_batched_tokens=256, enable_prefix_caching=False
+)
+"""For a Whisper, of which a request is a sound and two or three tokens."""
 
 SHORT_DECODES = Shape(
     prompt=300, new=400, requests=12, burst=3, gap=150, aborts=0.1, flushes=0.1, vocabulary=4000
@@ -141,6 +150,8 @@ def _vllm_on_gpu() -> Iterator[tuple[str, Setup]]:
         repeatable = name != "offload"
         made = {**ON_GPU, **options}
         yield name, Setup("vllm", model, made, VLLM_ENVIRONMENT, SHORT_DECODES, repeatable=repeatable, compare=20)
+    shape = replace(SHORT_DECODES, new=90)
+    yield "whisper", Setup("vllm", "whisper", {**ON_GPU, **GRAPHS, **SOUND}, VLLM_ENVIRONMENT, shape, compare=20)
 
 
 def _transformers() -> Iterator[tuple[str, Setup]]:

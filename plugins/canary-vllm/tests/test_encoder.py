@@ -9,15 +9,22 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes"), py
 
 
 @cache
-def told():
+def told(runner):
     """What the script says."""
-    return told_by("encoder_script")
+    said = told_by("encoder_script", *(["v2"] if runner == "v2" else []))
+    assert said["v2"] is (runner == "v2")
+    return said
 
 
-def test_clean_traffic_is_silent_and_answers_stay_the_same():
+@pytest.fixture(params=["v1", "v2"])
+def said(request):
+    """With vLLM's older model runner, and with the one that it takes on a GPU."""
+    return told(request.param)
+
+
+def test_clean_traffic_is_silent_and_answers_stay_the_same(said):
     """Requests whose blocks held tokens before, or states: no finding, every byte that forwards change is claimed, and
     both halves are guarded."""
-    said = told()
     assert said["trouble"] == []
     assert said["same"]
     assert said["answers"] > 15
@@ -26,17 +33,15 @@ def test_clean_traffic_is_silent_and_answers_stay_the_same():
     assert set(said["regions"]) == {"cross", "full"}
 
 
-def test_a_flipped_bit_is_told_with_layer_half_and_state():
+def test_a_flipped_bit_is_told_with_layer_half_and_state(said):
     """Of each layer and half, with the request."""
-    said = told()
     assert said["found"] == said["poked"] != []
     assert said["flipped"] == ["cross"]
 
 
-def test_another_inputs_states_are_told():
+def test_another_inputs_states_are_told(said):
     """Two requests whose rows of the block table have changed places: each is told what it reads, and no other region
     is blamed."""
-    said = told()
     assert said["clean"] == []
     assert said["exchanged"] == [["PREFIX", "cross", request] for request in said["asked"]]
     assert "the encoder's states #" in said["said"]

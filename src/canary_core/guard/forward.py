@@ -132,7 +132,7 @@ class Forward:
             require_place(view, workspace.device, self._states.keys())
             self.view, self.last_view, self.given_up = view, view, False
             self.tokens_cut += tokens_cut(view)
-            self._sampled.begin()
+            self._sampled.begin(view)
             self._overlap = overlap
             self._compared = recorder.begin(view) if recorder.decides else []
             for name in view.tables:

@@ -85,7 +85,7 @@ class SampledTokens:
             self._view = None
             if state is None or state.samples is None:
                 return
-            if view is None or state.region.name not in view.tables or not _fits(tokens, view):
+            if view is None or not _fits(tokens, view):
                 self.left_out += 1
                 return
             state.samples.give(tokens, tuple(without))
@@ -100,13 +100,19 @@ class SampledTokens:
         copy = HostCopy(samples.of(writers))
         return lambda: copy.tensors[0].tolist() if copy.arrived() else None
 
-    def begin(self) -> None:
-        """A forward is checked next: tokens given later do not belong to the one before."""
-        self._view = None
+    def begin(self, view: BatchView) -> None:
+        """The forward of ``view`` is checked next: tokens given later do not belong to the one before. A forward of
+        other regions alone, as of cross-attention, samples nothing."""
+        if self._samples(view):
+            self._view = None
 
     def recorded(self, view: BatchView) -> None:
         """The forward of ``view`` was recorded."""
-        self._view = view
+        if self._samples(view):
+            self._view = view
+
+    def _samples(self, view: BatchView) -> bool:
+        return self._state is not None and self._state.region.name in view.tables
 
     def forget(self) -> None:
         """An unrecorded forward ran: earlier sampled tokens may be out of date."""

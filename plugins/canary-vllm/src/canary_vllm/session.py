@@ -84,7 +84,7 @@ class Session:
         self._encoder = EncoderReads(self.canary, runner, encoder, self.requests) if encoder else None
         decoder = [group for group in self.groups if group.holds != "encoder"]
         self._v1 = V1Batches(runner, decoder, self.requests)
-        self._v2 = V2Batches(self.groups, self.requests)
+        self._v2 = V2Batches(decoder, self.requests)
         self._lists = BlockLists(self.canary)
         self._prepared: Prepared | None = None
         self._issued_first = self._begun = False
@@ -109,7 +109,8 @@ class Session:
         self._scales = WatchedScales(self.canary, quantized, runners.SCALES) if quantized else None
         self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
-        alone = origin is None and not drafted
+        # What an encoder's states are read for follows the forward, and must know its requests.
+        alone = origin is None and not drafted and not encoder
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
         self.lifetime = BlockReplay(self.canary, self.groups, self.requests.writers.id, config.lifetime)
         self._shards = EmbeddingShards(partial(embeddings.part, runner), lambda: self.canary.forwards)
@@ -173,6 +174,8 @@ class Session:
             if begun:
                 step.after()
                 step.end()
+                if self._encoder is not None:
+                    self._encoder.end()
             elif self._unseen < UNSEEN and output.total_num_scheduled_tokens:
                 self._unseen += 1
                 if self._unseen == UNSEEN:
@@ -218,8 +221,12 @@ class Session:
         self._unseen = UNSEEN
         self._scheduled()
         view = partial(self._view, self._v1, self._output, self.runner.input_batch)
-        run = partial(self.canary.step.run, original, view, overlap=Overlap.CHECK)
-        return run() if self._encoder is None else self._encoder.run(run)
+        if self._encoder is not None:
+            self._encoder.begin()
+        result = self.canary.step.run(original, view, overlap=Overlap.CHECK)
+        if self._encoder is not None:
+            self._encoder.end()
+        return result
 
     def sampled(self, output: Any, about: Any) -> None:
         """The runner has sampled ``output`` for the last forward. ``about``: V1: the drafted tokens; V2: the batch."""
@@ -240,6 +247,8 @@ class Session:
     def begin(self, attention: Any = None) -> None:
         """V2: the forward of the prepared batch is issued next. ``attention``: the metadata of the layers."""
         self._attention, self._unseen = attention, UNSEEN
+        if self._encoder is not None and self._prepared is not None:
+            self._encoder.begin(self._prepared)
         self._issued_first = self._prepared is not None and self.canary.step.issues_first(self._overlap)
         if not self._issued_first:
             self._check()

@@ -2,7 +2,7 @@
 outside is found with layer and half, so is every fault of `CANARY_FAULTS` as what it is, and the tokens are those of an
 engine without Canary.
 
-    python3 guard.py small graphs window hybrid mla fp8 ngram offload     # FEATUREs; all of one GPU: 8b, lmcache, too
+    python3 guard.py small graphs window hybrid mla fp8 ngram offload     # FEATUREs; 8b, lmcache and chunks, too
     python3 guard.py eagle draft mamba gdn conv piecewise int8            # drafts, states, torch.compile, scales
     CANARY_STORE_CHECK=true python3 guard.py small piecewise mla ngram    # any setting of Canary's, for all of them
     python3 guard.py tp2 pp2 dp2 hybrid-tp2 mla-tp2 ngram-tp2             # two GPUs
@@ -80,6 +80,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "8b": ("8b", GRAPHS),
     "window": ("mistral", GRAPHS),
     "hybrid": ("gemma3", GRAPHS),
+    "chunks": ("llama4", GRAPHS),
     "mla": ("deepseek", GRAPHS),
     "fp8": ("llama", dict(GRAPHS, kv_cache_dtype="fp8")),
     "int8": ("llama", dict(GRAPHS, kv_cache_dtype="int8_per_token_head")),
@@ -144,6 +145,12 @@ MODELS: dict[str, dict[str, Any]] = {
         architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=64, sliding_window=512, rope_local_base_freq=10000.0,
     ),
+    # Chunked local attention in three of four layers, and no experts.
+    "llama4": dict(
+        architectures=["Llama4ForCausalLM"], model_type="llama4_text", hidden_act="silu", attention_chunk_size=2048,
+        intermediate_size_mlp=3072, num_local_experts=2, num_experts_per_tok=1, interleave_moe_layer_step=0,
+        moe_layers=[], use_qk_norm=True, attn_temperature_tuning=False,
+    ),
     "eagle": dict(LLAMA, num_hidden_layers=1),
     "mixtral": dict(
         architectures=["MixtralForCausalLM"], model_type="mixtral", hidden_act="silu", num_local_experts=4,
@@ -186,6 +193,8 @@ def model_folder(name: str) -> str:
         config |= TINY | ({"sliding_window": 32} if "sliding_window" in config else {})
         if name == "deepseek":
             config |= dict(num_key_value_heads=4, first_k_dense_replace=4, head_dim=None, torch_dtype="bfloat16")
+        if name == "llama4":
+            config |= dict(attention_chunk_size=192, intermediate_size_mlp=128)
         if name == "falcon_h1":
             config |= dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_ssm=128, mamba_d_state=16)
         if name == "qwen3_next":
@@ -199,11 +208,13 @@ def model_folder(name: str) -> str:
         config |= dict(block_dim=size, conv_dim=size, block_ff_dim=inner)
     kinds = {
         "gemma3": ["sliding_attention"] * 3 + ["full_attention"],
+        "llama4": ["chunked_attention"] * 3 + ["full_attention"],
         "lfm2": ["conv", "full_attention"] * 2,
         "qwen3_next": ["linear_attention"] * 3 + ["full_attention"],
     }.get(name)
     if kinds:
         config["layer_types"] = [kinds[i % 4] for i in range(config["num_hidden_layers"])]
+        config["no_rope_layers"] = [int(kind != "full_attention") for kind in config["layer_types"]]
     folder = OUT / f"model-{name}-{DEVICE}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

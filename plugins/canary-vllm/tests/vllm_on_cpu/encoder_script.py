@@ -1,6 +1,6 @@
 """A tiny Whisper: a program of its own, since its model needs files of a processor. Prints one line of JSON.
 
-python -m vllm_on_cpu.encoder_script
+python -m vllm_on_cpu.encoder_script [v2]
 """
 
 import json
@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+if "v2" in sys.argv:
+    import vllm_on_cpu.v2_script  # noqa: F401  (what must be done before Triton is imported)
 from vllm_on_cpu import guarded
 from vllm_on_cpu.engine import SmallEngine
 
@@ -101,18 +103,21 @@ class Whisper(SmallEngine):
 def exchanged(engine: Whisper) -> Iterator[None]:
     """The bug of a table of cross-attention whose first two rows have changed places."""
     runner = engine.runner
-    right = runner._model_forward
+    v2 = hasattr(runner, "req_states")
+    owner, name = (runner.block_tables, "gather_block_tables") if v2 else (runner, "_model_forward")
+    right = getattr(owner, name)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        table = runner.input_batch.block_table[1].block_table.gpu
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        table = runner.block_tables.input_block_tables[1] if v2 else runner.input_batch.block_table[1].block_table.gpu
+        given = right(*args, **kwargs) if v2 else None
         table[[0, 1]] = table[[1, 0]]
-        return right(*args, **kwargs)
+        return given if v2 else right(*args, **kwargs)
 
-    runner._model_forward = forward
+    setattr(owner, name, wrong)
     try:
         yield
     finally:
-        del runner._model_forward
+        delattr(owner, name)
 
 
 def main() -> None:
@@ -120,11 +125,13 @@ def main() -> None:
     engine = Whisper()
     engine.renew()
     plain = engine.serve_sounds()
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {"v2": hasattr(engine.runner, "req_states")}
     with guarded.guard(engine, audit=24, read_check=128, scrub_budget="64KiB") as guard:
         told |= {"same": engine.serve_sounds() == plain, "answers": sum(map(len, plain)), "trouble": guard.trouble()}
         (audit,), (coverage,) = guard.findings.told("audit"), guard.findings.told("coverage")
         told |= {"unclaimed": audit.fields["unclaimed_bytes"], "coverage": coverage.fields["coverage_ratio"]}
+        stats = guard.canary.stats()
+        told |= {name: stats[name] for name in ("sampled_tokens", "answered_tokens", "answers_unknown")}
         told["regions"] = {name: len(region.sources) for name, region in guard.canary.regions.items()}
     with guarded.guard(engine) as guard:
         names = engine.runner.kv_cache_config.kv_cache_groups[1].layer_names

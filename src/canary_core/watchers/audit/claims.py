@@ -39,6 +39,12 @@ class Claims:
             if len(beyond):
                 self.outside[name] = beyond
 
+    def writes(self, view: BatchView) -> None:
+        """Allows the slots that the forward of ``view`` writes to change. Waits for the device. Raises as `view`."""
+        for name, table in view.tables.items():
+            slot, status = _writes(self._region(name), view, table)
+            self.slots(name, slot[status == Status.OK])
+
     def slots(self, name: str, slots: Tensor | None) -> None:
         """Allows ``slots`` (None: all) of region ``name`` to change in another way. Numbers beyond the region are left
         out. Raises `AttachError` for a region outside of the audit."""

@@ -133,6 +133,10 @@ class FootprintAudit:
         possibly from now on. Before `begin`: for the next audited forward. Raises `AttachError` as `claim`."""
         (self._early if self._claims is None else self._claims).slots(region, slots)
 
+    def claim_writes(self, view: BatchView) -> None:
+        """Claims the slots of ``view`` as changed by another forward, as `claim_slots` does. Waits for the device."""
+        (self._early if self._claims is None else self._claims).writes(view)
+
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
         """The bytes of ``region`` are where ``sources`` say, from now on."""
         self._regions = tuple(replace(r, sources=tuple(sources)) if r.name == region else r for r in self._regions)

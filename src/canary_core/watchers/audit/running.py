@@ -162,6 +162,15 @@ class RunningAudit:
         except Exception as error:
             self._fall_over(error)
 
+    def claim_writes(self, view: BatchView) -> None:
+        """Claims the slots that another forward, of ``view``, writes within the next one."""
+        if not self.due or self._footprint is None or capturing(self._footprint.device):
+            return
+        try:
+            self._footprint.claim_writes(view)
+        except Exception as error:
+            self._fall_over(error)
+
     @property
     def follows_sources(self) -> bool:
         """Whether the audit needs the place of a region's sources, and `rebind` does anything."""

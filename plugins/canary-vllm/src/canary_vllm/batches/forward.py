@@ -41,24 +41,15 @@ class V1Batches(BatchAdapter[Any]):
             return None
         names = inputs.req_ids[:rows]
         new = [batch.num_scheduled_tokens[name] for name in names]
-        prefix_lens, new_lens = self._lengths.of(runner.seq_lens[:rows], runner.query_start_loc.gpu[: rows + 1], new)
+        lengths = self._lengths.of(runner.seq_lens[:rows], runner.query_start_loc.gpu[: rows + 1], new)
         tables = {}
         for group in self._groups:
             table = inputs.block_table[group.number]
             entries, slots = table.block_table.gpu[:rows], table.slot_mapping.gpu[:tokens]
             tables[group.region] = table_of(group, entries, slots, runner.seq_lens[:rows])
         computed = inputs.num_computed_tokens_cpu[:rows].tolist
-        token_ids, expected = self._requests.tokens(names, computed, new, runner.input_ids.gpu[:tokens])
-        return BatchView(
-            prefix_lens=prefix_lens,
-            new_lens=new_lens,
-            token_ids=token_ids,
-            positions=runner.positions[:tokens],
-            writers=self._requests.ids(names),
-            tables=tables,
-            expected_tokens=expected,
-            anchors=self._requests.writers.anchors(names, prefix_lens.device),
-        )
+        token_ids = self._requests.tokens(names, computed, new, runner.input_ids.gpu[:tokens])
+        return self._requests.view(names, lengths, token_ids, tables, runner.positions[:tokens])
 
 
 class V2Batches(BatchAdapter[Prepared]):
@@ -77,7 +68,7 @@ class V2Batches(BatchAdapter[Prepared]):
         if not rows or not tokens:
             return None
         new = inputs.num_scheduled_tokens[:rows].tolist()
-        prefix_lens, new_lens = self._lengths.of(inputs.seq_lens[:rows], inputs.query_start_loc[: rows + 1], new)
+        lengths = self._lengths.of(inputs.seq_lens[:rows], inputs.query_start_loc[: rows + 1], new)
         names = inputs.req_ids
         most = inputs.seq_lens_cpu_upper_bound[:rows].numpy() - inputs.num_scheduled_tokens[:rows]
         slots = batch.slot_mappings
@@ -86,17 +77,8 @@ class V2Batches(BatchAdapter[Prepared]):
             g.region: table_of(g, batch.block_tables[g.number][:rows], slots[g.number][:tokens], ends)
             for g in self._groups
         }
-        token_ids, expected = self._requests.tokens(names, most.tolist, new, inputs.input_ids[:tokens])
-        return BatchView(
-            prefix_lens=prefix_lens,
-            new_lens=new_lens,
-            token_ids=token_ids,
-            positions=inputs.positions[:tokens],
-            writers=self._requests.ids(names),
-            tables=tables,
-            expected_tokens=expected,
-            anchors=self._requests.writers.anchors(names, prefix_lens.device),
-        )
+        token_ids = self._requests.tokens(names, most.tolist, new, inputs.input_ids[:tokens])
+        return self._requests.view(names, lengths, token_ids, tables, inputs.positions[:tokens])
 
 
 def table_of(group: Group, entries: Tensor, slots: Tensor, ends: Tensor) -> SlotTable:

@@ -1,13 +1,13 @@
 """`Requests`: a runner's requests, known from the scheduler's own messages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from canary_adapters import BatchRows, EmbeddedRequests, Prompts, RequestBlocks, upload
-from canary_core import Writers
+from canary_core import BatchView, SlotTable, Writers
 from canary_vllm.allocator import messages
 from canary_vllm.batches import contents
 from canary_vllm.weights import adapter_name
@@ -82,6 +82,14 @@ class Requests:
         if expected is not None and known is not None:
             token_ids = known.given(names, computed(), new, token_ids)
         return token_ids, expected
+
+    def view(
+        self, names: Sequence[str], lengths: tuple[Tensor, Tensor], tokens: tuple[Tensor, Tensor | None],
+        tables: Mapping[str, SlotTable], positions: Tensor | None = None,
+    ) -> BatchView:  # fmt: skip
+        """A forward of ``names``. ``lengths``: prefix and new. ``tokens``: of `tokens`. Others: as of `BatchView`."""
+        anchors = self.writers.anchors(names, lengths[0].device)
+        return BatchView(*lengths, tokens[0], self.ids(names), tables, positions, tokens[1], anchors)
 
     def ids(self, names: Sequence[str]) -> Tensor:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to. The requests

@@ -63,9 +63,15 @@ def drafts_refusal(runner: Any) -> str | None:
     return f"which slots a drafter of the method {method!r} writes is not known"
 
 
+def encoder_lens(runner: Any) -> Any:
+    """How many states of an encoder each row of the batch has, a tensor of the device; None for not known."""
+    kept = getattr(getattr(runner, "encoder_seq_lens", None), "gpu", None)
+    return getattr(getattr(runner, "model_state", None), "encoder_seq_lens_gpu", kept)
+
+
 def encoder_refusal(runner: Any) -> str | None:
     """Why K and V of an encoder's states can't be guarded, None for no reason."""
-    return None if hasattr(runner, "encoder_seq_lens") else "how many states a request of this runner has is not known"
+    return "how many states a request of this runner has is not known" if encoder_lens(runner) is None else None
 
 
 def drafter(runner: Any) -> Any:
