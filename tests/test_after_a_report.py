@@ -4,6 +4,7 @@ import torch
 from support.guarded import Guarded
 
 from canary_core import Kind
+from canary_core.records import FIRST_CONTENT
 
 
 def told(guarded: Guarded) -> list[tuple[Kind, str | None, str | None]]:
@@ -55,6 +56,22 @@ def test_a_slot_whose_write_is_lost_again_is_told_again() -> None:
     guarded.submit("b", 1)
     lose(guarded)
     assert told(guarded) == [(Kind.LOST_WRITE, "k.0", "b")]
+
+
+def test_content_that_may_be_the_same_is_not_told() -> None:
+    """A picture or a sound that comes again under another number, over itself or over tokens: only counted."""
+    guarded = Guarded(read_check=-1)
+    request = guarded.submit("a", 1)
+    guarded.step()
+    unsure = 0
+    for token in (FIRST_CONTENT + 7, FIRST_CONTENT + 1000, 77):
+        request.tokens, request.cached = [token], 0
+        guarded.engine.free[:0] = request.slots
+        request.slots = []
+        lose(guarded)
+        assert told(guarded) == []
+        assert guarded.canary.stats()["unsure"] > unsure
+        unsure = guarded.canary.stats()["unsure"]
 
 
 def test_changed_bytes_stay_wrong_until_they_are_written_or_are_what_they_were() -> None:

@@ -14,6 +14,7 @@ from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
 from canary_core.ops.torch import plan
 from canary_core.records import (
+    FIRST_CONTENT,
     HISTORY,
     HISTORY_EVENT_BITS,
     HISTORY_NUMBER_BITS,
@@ -158,7 +159,8 @@ def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
                 length[r] = rng.randint(0, 12)
         new = [rng.choice([0, 1, 1, 3, 9, 14]) for _ in range(rows)]
         tokens = [own[r][length[r] + i] for r in range(rows) for i in range(new[r])]
-        tokens = [t if rng.random() < 0.97 else rng.randrange(TOKENS) for t in tokens]
+        other = [*range(TOKENS), FIRST_CONTENT, FIRST_CONTENT + 1]
+        tokens = [t if rng.random() < 0.97 else rng.choice(other) for t in tokens]
         positions = [length[r] + i for r in range(rows) for i in range(new[r])]
         spare = rng.choice([0, 0, 3, -2])
         listed = None

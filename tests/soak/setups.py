@@ -73,7 +73,7 @@ def _vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
     yield from _more_vllm_on_cpu()
     environment = {**VLLM_ENVIRONMENT, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "all"}
     yield "chunks", Setup("vllm", "llama4", OPTIONS, environment, Shape(vocabulary=500))
-    yield "whisper", Setup("vllm", "whisper", {**OPTIONS, **SOUND}, environment, Shape(new=80, vocabulary=500))
+    yield "whisper", Setup("vllm", "whisper", {**OPTIONS, **SOUND}, environment, Shape(prompt=4, new=80, vocabulary=500))
 
 
 def _more_vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
@@ -150,7 +150,7 @@ def _vllm_on_gpu() -> Iterator[tuple[str, Setup]]:
         repeatable = name != "offload"
         made = {**ON_GPU, **options}
         yield name, Setup("vllm", model, made, VLLM_ENVIRONMENT, SHORT_DECODES, repeatable=repeatable, compare=20)
-    shape = replace(SHORT_DECODES, new=90)
+    shape = replace(SHORT_DECODES, prompt=4, new=90)
     yield "whisper", Setup("vllm", "whisper", {**ON_GPU, **GRAPHS, **SOUND}, VLLM_ENVIRONMENT, shape, compare=20)
 
 

@@ -16,6 +16,7 @@ from canary_core.ops.kernels.launch import MOST_PROGRAMS, arguments, group_launc
 from canary_core.ops.kernels.tiles import SCRUB_TILES, WRITE_TILES
 from canary_core.ops.kernels.words import (
     CLOCK_NEXT,
+    CONTENT_TOKENS,
     COUNT_RECORDED_BYTES,
     COUNT_UNSURE,
     KIND_LOST_WRITE,
@@ -142,6 +143,7 @@ def record_tile(
         recorded += tl.sum(there.to(tl.int64), 0) * BYTES.STRIPS[s].slot_bytes
         stored_token, _ = split_head(stored_first)
         other = ((stored_third & 0xFFFFFFFF) == 0) | (stored_token != token)
+        other &= tl.maximum(stored_token, token) < CONTENT_TOKENS
         # As a block: beside one, Triton 3.9's interpreter does not take a scalar's comparison.
         sure = tl.load(sources.p_descriptors + source.column * SOURCE_FIELDS + SOURCE_SURE) + tl.zeros_like(old)
         same = there & (value == old) & (sure != 0)

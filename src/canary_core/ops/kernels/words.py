@@ -12,6 +12,7 @@ from canary_core.records import (
     CONTENT,
     COUNTERS,
     DESCRIPTOR_WORDS,
+    FIRST_CONTENT,
     GAUGES,
     PLAN_RECORD,
     PLAN_WORDS,
@@ -53,6 +54,8 @@ ARRIVED = tl.constexpr(int(State.ARRIVED))
 CONTENT_BITS = tl.constexpr(CONTENT)
 READ_STATE = tl.constexpr(UNPARKED)
 READ_WORD = tl.constexpr(UNPARKED - STATES)
+
+CONTENT_TOKENS = tl.constexpr(FIRST_CONTENT)
 
 PLAN = tl.constexpr(PLAN_WORDS)
 """int64 words of a token's entry in the plan."""

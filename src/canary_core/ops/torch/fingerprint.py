@@ -8,7 +8,7 @@ from canary_core.ops.state import RegionState
 from canary_core.ops.torch import plan
 from canary_core.ops.torch.record import won
 from canary_core.ops.torch.stack import report_bytes, stacks
-from canary_core.records import Clock, Counter, Descriptor, Kind, NullBytes, Phase, Row, Status
+from canary_core.records import FIRST_CONTENT, Clock, Counter, Descriptor, Kind, NullBytes, Phase, Row, Status
 
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
@@ -16,7 +16,8 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
     Reports LOST_WRITE where a sure source's bytes are unchanged although another token was written (or nothing was ever
     written before), NON_FINITE where a float has all exponent bits set. Bytes unchanged by a write of the same token
-    are only counted, as `UNSURE`. No new fingerprint equals an unknown one.
+    are only counted, as `UNSURE`, and so are those of content in the place of a token, which may be the same under
+    another number. No new fingerprint equals an unknown one.
 
     Looks at one null slot as well, the next one with each step: NON_FINITE where a source with only finite numbers so
     far has others now. Anything there at the first look is only counted, as `UNSURE`.
@@ -29,6 +30,7 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     seen = Seen.of(writes.record, writes.slot, writes.status)
     slot, token = writes.slot, batch.token_ids[writes.token].long()
     other = (seen.step_written == 0) | (seen.token != token)
+    other &= torch.maximum(seen.token, token) < FIRST_CONTENT
     about = {
         Row.POSITION: writes.position,
         Row.TOKEN: token,
