@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[str, ...] | str] = {
         "transformers/window_cut_too_early_after_a_draft",
     ),
     "a rejected load is computed again, and the V2 runner does not rewind its count (vllm#49250)": (
-        "wants vLLM's V2 runner in Triton's interpreter; found by hand as `write_input`, 2 steps"
+        "live/vllm_rejected_load_computed_again",
     ),
     "pages zeroed by sleep and wake-up, and their hashes kept (vllm#17103, sglang#19029)": (
         "both engines do it on a GPU only; the core finds it as `zeroed`"
