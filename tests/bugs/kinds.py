@@ -10,7 +10,10 @@ KINDS: dict[str, tuple[str, ...] | str] = {
         "live/vllm_weights_kept",
         "live/transformers_weights_kept",
     ),
-    "weights updated with the blocks of a tier kept": ("live/vllm_tier_kept",),
+    "weights updated with the blocks of a tier kept": (
+        "live/vllm_tier_kept",
+        "live/vllm_lmcache_kept_when_it_is_reset",
+    ),
     "lengths that attention is given": (
         "sglang/decode_reads_one_token_too_few",
         "sglang/later_chunk_reads_no_context",
