@@ -10,7 +10,10 @@ KINDS: dict[str, tuple[str, ...] | str] = {
         "live/vllm_weights_kept",
         "live/transformers_weights_kept",
     ),
-    "weights updated with the blocks of a tier kept": ("live/vllm_tier_kept",),
+    "weights updated with the blocks of a tier kept": (
+        "live/vllm_tier_kept",
+        "live/vllm_lmcache_kept_when_it_is_reset",
+    ),
     "lengths that attention is given": (
         "sglang/decode_reads_one_token_too_few",
         "sglang/later_chunk_reads_no_context",
@@ -46,7 +49,7 @@ KINDS: dict[str, tuple[str, ...] | str] = {
         "transformers/window_cut_too_early_after_a_draft",
     ),
     "a rejected load is computed again, and the V2 runner does not rewind its count (vllm#49250)": (
-        "wants vLLM's V2 runner in Triton's interpreter; found by hand as `write_input`, 2 steps"
+        "live/vllm_rejected_load_computed_again",
     ),
     "pages zeroed by sleep and wake-up, and their hashes kept (vllm#17103, sglang#19029)": (
         "both engines do it on a GPU only; the core finds it as `zeroed`"

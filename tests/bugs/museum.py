@@ -99,7 +99,8 @@ class Bug:
     lasts, and calls `Stage.strike` where they go wrong. traffic: what is served, first in a sound engine, where it must
     raise nothing, then in the broken one. default, thorough: what must come of it under ``CANARY_PROFILE=watch`` and
     under ``hunt``; without ``thorough`` the same. slow: not among those that CI runs. releases: of a live bug, those of
-    the engine that have it, as a version specifier of PEP 440; empty for all.
+    the engine that have it, as a version specifier of PEP 440; empty for all. beside: what else must be installed for
+    it, as a requirement of PEP 508.
     """
 
     title: str
@@ -113,6 +114,7 @@ class Bug:
     thorough: Found | Missed | None = None
     slow: bool = False
     releases: str = ""
+    beside: str = ""
 
     def expected(self, profile: str) -> Found | Missed:
         """By the column of the table: ``default`` or ``thorough``."""
@@ -133,12 +135,18 @@ def bug(engine: str, name: str) -> Bug:
 
 def elsewhere(engine: str, bug: Bug) -> str:
     """The reason why the installed release of an engine of `ENGINES` can't show a live bug; empty if it can."""
+    from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
     release = installed(engine) or "0"
-    if not bug.releases or release in SpecifierSet(bug.releases):
-        return ""
-    return f"{ENGINES[engine]} {release} is installed; {bug.releases} has this bug"
+    if bug.releases and release not in SpecifierSet(bug.releases):
+        return f"{ENGINES[engine]} {release} is installed; {bug.releases} has this bug"
+    if bug.beside:
+        wanted = Requirement(bug.beside)
+        there = next((d.version for d in metadata.distributions(name=wanted.name)), None)
+        if there is None or there not in wanted.specifier:
+            return f"lacks {bug.beside}, which has this bug ({there} is installed): see tests/bugs/live/README.md"
+    return ""
 
 
 def installed(engine: str) -> str | None:

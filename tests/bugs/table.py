@@ -75,7 +75,8 @@ def _live(bugs: list[tuple[str, str, Bug]]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for engine, name, bug in bugs:
         link = f"[{bug.title}](../tests/bugs/live/{name}.py) ({ENGINES[engine]})"
-        yield f"| {' | '.join((link, bug.releases or 'all that were run', *_outcome(bug)))} |"
+        releases = ", beside ".join(filter(None, (bug.releases or "all that were run", bug.beside)))
+        yield f"| {' | '.join((link, releases, *_outcome(bug)))} |"
 
 
 def _kinds() -> Iterator[str]:

@@ -11,6 +11,14 @@ pytestmark = [
 ]
 LIVE = {name: museum.bug("vllm", f"live.{name}") for name in museum.names("live") if name.startswith("vllm_")}
 
+ANSWERED_WRONGLY = (
+    "vllm_rejected_load_computed_again",
+    "vllm_lmcache_leaves_the_adapter_out",
+    "vllm_lmcache_leaves_the_embeddings_out",
+    "vllm_lmcache_kept_when_it_is_reset",
+)
+"""Those of which requests, weights and adapters are the same in the clean traffic and in the other."""
+
 
 @pytest.fixture(scope="module")
 def bugs():
@@ -30,3 +38,13 @@ def test_the_bug_is_found_as_declared(bugs, name, profile):
         pytest.skip(reason)
     outcome = bugs.outcome(f"live.{name}", profile)
     assert not museum.problem(LIVE[name].expected(profile), outcome), outcome
+
+
+@pytest.mark.parametrize("name", ANSWERED_WRONGLY)
+def test_the_answer_is_wrong(bugs, name):
+    """Bob asks the same of an engine that does it right, and is answered otherwise; Alice, who came before, is not."""
+    if reason := museum.elsewhere("vllm", LIVE[name]):
+        pytest.skip(reason)
+    wrong, right = (bugs.outcome(f"live.{name}", "default", sound=sound)["answers"] for sound in (False, True))
+    assert wrong["bob"] != right["bob"]
+    assert wrong["alice"] == right["alice"]
