@@ -13,6 +13,7 @@ from canary_core.guard.reporting.budget import OWED_S, PROCESS, SHARE, Firsts
 from canary_core.guard.reporting.grouping import Incidents
 from canary_core.guard.reporting.known import Known, key_of
 from canary_core.guard.reporting.readback import HostRead, ReadBack
+from canary_core.guard.reporting.repairs import Repairs
 from canary_core.guard.reporting.wrong_memory import WrongMemory
 from canary_core.incident import Incident
 from canary_core.kinds.facts import ABSORBED
@@ -73,6 +74,8 @@ class Reporter:
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
         self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self._probe)
         """Whether a finding would be told."""
+        self.repairs = Repairs.of(workspace, switch, canary.audit, self._condemn, self.incidents)
+        """Puts flipped words back, with ``CANARY_REPAIR``."""
         self._first: Incident | None = None
         self._read_forwards = 0
         self._stalled = 0
@@ -150,6 +153,8 @@ class Reporter:
             self._deliver(violation)
         self.incidents.tell()
         if at_last:
+            if self.repairs is not None:
+                self.repairs.tell()
             for untold in self.untold:
                 untold.tell()
 
@@ -210,10 +215,12 @@ class Reporter:
                 self.dismissed += 1
                 continue
             key = key_of(violation)
+            if self.repairs is not None and self.repairs.came_back(key, violation):
+                self.known.forget(key)
             if self.known.repeats(key):
                 self.incidents.read_again(violation)
                 if self.known.told(key):
-                    self._condemn(violation)
+                    self._condemn_unless_repaired(key, violation)
                 continue
             if not within:
                 self.limited.add({violation.kind.name.lower(): 1})
@@ -309,9 +316,14 @@ class Reporter:
 
             verdicts.tell(self._switch, self._config, violation and self._told(violation), self._late)
 
+    def _condemn_unless_repaired(self, key: int, violation: Violation) -> None:
+        if self.repairs is None or not self.repairs.takes(key, violation):
+            self._condemn(violation)
+
     def _deliver(self, violation: Violation) -> None:
-        self.known.tell(key_of(violation))
-        self._condemn(violation)
+        key = key_of(violation)
+        self.known.tell(key)
+        self._condemn_unless_repaired(key, violation)
         violation = self._told(violation)
         self.delivered[violation.kind] += 1
         place = (violation.kind, violation.region)
