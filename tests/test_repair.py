@@ -1,7 +1,5 @@
 """``CANARY_REPAIR``: a flipped word of KV that no request has is put back, where that is proven, and nowhere else."""
 
-import random
-
 import pytest
 import torch
 from support.guarded import Guarded
@@ -9,8 +7,7 @@ from support.toy import ToyEngine
 from test_verdict import Acting
 from torch import Tensor
 
-from canary_core import Kind, KVSource, Region, RegionKind
-from canary_core.ops import hashing
+from canary_core import Kind
 
 ON = dict(repair=True, scrub_budget="1MiB")
 """Every scrub compares all of a toy pool."""
@@ -113,9 +110,9 @@ def test_nothing_is_written_by_default():
         assert parked.changed() == [parked.slots[1]]
 
 
-def test_two_words_are_left_alone(backend):
+def test_two_words_are_left_alone():
     """As are a word of which many bits differ, and a whole row; each is tried once, and found as ever."""
-    parked = Parked(backend=backend)
+    parked = Parked()
     k, (one, two, three) = parked.engine.k[0], parked.slots[:3]
     parked.flip(k, one, 3)
     parked.flip(k, one, 8)
@@ -129,18 +126,18 @@ def test_two_words_are_left_alone(backend):
 
 
 @pytest.mark.parametrize("bits", [0x0000_0001, 0x8000_0000, 0xFF00_0000, 0x0000_A500, 0x8001_0001])
-def test_a_few_bits_of_one_word_are_put_back(backend, bits):
+def test_a_few_bits_of_one_word_are_put_back(bits):
     """Up to four, or those of one byte: an element of fp8."""
-    parked = Parked(backend=backend)
+    parked = Parked()
     parked.flip(parked.engine.k[1], parked.slots[0], 0, bits)
     parked.steps()
     assert parked.changed() == []
     assert parked.stats == {"repaired": 1}
 
 
-def test_two_sources_of_a_slot_are_two_words(backend):
+def test_two_sources_of_a_slot_are_two_words():
     """Each has a fingerprint of its own, and is put back by it."""
-    parked = Parked(backend=backend)
+    parked = Parked()
     for tensor in parked.tensors:
         parked.flip(tensor, parked.slots[2])
     parked.steps()
@@ -148,9 +145,9 @@ def test_two_sources_of_a_slot_are_two_words(backend):
     assert parked.stats == {"repaired": 4}
 
 
-def test_kv_of_a_running_request_is_left_alone(backend):
+def test_kv_of_a_running_request_is_left_alone():
     """Also where a request has taken the slot since it was found: the event waits for the next forward."""
-    parked = Parked(backend=backend)
+    parked = Parked()
     (running,) = parked.engine.requests
     parked.flip(parked.engine.k[0], running.slots[2])
     parked.steps()
@@ -206,9 +203,9 @@ def test_a_slot_that_has_moved_on_is_untouched(backend, what):
     assert parked.stats == {"repair_declined": 1}
 
 
-def test_a_slot_that_was_written_again_is_untouched(backend):
+def test_a_slot_that_was_written_again_is_untouched():
     """By a forward of the request that got it, and by somebody from outside who changes the word once more."""
-    parked = Parked(backend=backend)
+    parked = Parked()
     slot, k = parked.slots[5], parked.engine.k[0]
     parked.flip(k, slot)
     meanwhile(parked, lambda: parked.flip(k, slot, 4))
@@ -282,9 +279,9 @@ def break_in(monkeypatch: pytest.MonkeyPatch, backend: str, act) -> None:
     monkeypatch.setattr(launch.Launcher, "__call__", called)
 
 
-def test_a_bit_that_comes_back_is_told_again_and_not_put_back_again(backend):
+def test_a_bit_that_comes_back_is_told_again_and_not_put_back_again():
     """Memory that fails for good: the finding is a new one, and the second change stays as evidence."""
-    parked = Parked(backend=backend)
+    parked = Parked()
     slot = parked.slots[5]
     for times in (1, 2):
         parked.flip(parked.engine.k[0], slot)
@@ -300,10 +297,10 @@ def test_a_bit_that_comes_back_is_told_again_and_not_put_back_again(backend):
 
 
 @pytest.mark.parametrize("mode", ["abort", "quarantine"])
-def test_who_acts_on_findings_is_called_only_where_nothing_was_repaired(backend, mode):
+def test_who_acts_on_findings_is_called_only_where_nothing_was_repaired(mode):
     """A repaired slot is right again; any other is condemned in the same step."""
     acting = Acting()
-    parked = Parked(acting, backend=backend, on_violation=mode)
+    parked = Parked(acting, on_violation=mode)
     one, two = parked.slots[3:5]
     parked.flip(parked.engine.k[0], one)
     parked.steps(2)
@@ -352,91 +349,3 @@ def test_what_one_launch_takes_is_bounded():
     parked.steps(8)
     assert parked.changed() == []
     assert parked.stats == {"repaired": 32}
-
-
-DTYPES = {
-    torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.float8_e4m3fn: 1, torch.float8_e5m2: 1,
-    torch.int8: 1, torch.uint8: 1,
-}  # fmt: skip
-
-
-class Mixed(ToyEngine):
-    """One layer a type: rows, rows in pages, and heads-first pages of several chunks; bytes are random."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(slots=64)
-        draw = random.Random(seed)
-        random_bytes = torch.Generator().manual_seed(seed)
-        self.made: list[tuple[Tensor, KVSource]] = []
-        for layer, (dtype, size) in enumerate(DTYPES.items()):
-            head, heads = 4 * draw.choice([4, 7, 16, 33]), draw.choice([2, 3])
-            for half, shape in (("k", (64, heads * head)), ("v", (16, heads, 4, head))):
-                pool = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random_bytes)
-                places: dict[str, int] = dict(chunk_bytes=heads * head, slot_stride_bytes=heads * head)
-                if half == "v":
-                    places = dict(
-                        page_size=4, page_stride_bytes=heads * 4 * head, slot_stride_bytes=head, chunks=heads,
-                        chunk_stride_bytes=4 * head, chunk_bytes=head,
-                    )  # fmt: skip
-                typed = pool.view(dtype) if head % size == 0 else pool
-                self.made.append((pool, KVSource(typed, half, layer, dtype=None, **places)))
-
-    def regions(self) -> list[Region]:
-        """One."""
-        return [Region("full", 64, tuple(source for _, source in self.made), RegionKind.FULL, null_slot=0)]
-
-    def forward(self, batch) -> None:
-        """Random bytes for each new token."""
-        slots = batch.tables["full"].write_slots.tolist()
-        for pool, _ in self.made:
-            for slot in slots:
-                rows = pool[slot] if pool.dim() == 2 else pool[slot // 4, :, slot % 4]
-                rows.copy_(torch.randint(0, 256, rows.shape, dtype=torch.uint8, generator=self.random))
-        for r, n in zip(self.requests, self.news, strict=True):
-            r.cached += n
-
-
-def test_random_flips_of_all_types_are_put_back(backend):
-    """A random bit of a random byte of a random source and slot, 200 times: all bytes of the pool are what they were,
-    and nothing else was written."""
-    draw, done = random.Random("flips"), 0
-    for seed in range(4):
-        parked = Parked(engine=Mixed(seed), backend=backend, incident_limit=1, diagnose=False)
-        engine = parked.engine
-        for _ in range(50):
-            intact = [pool.clone() for pool, _ in engine.made]
-            # The bytes that belong to parked slots.
-            number = draw.randrange(len(engine.made))
-            pool, slot = engine.made[number][0], draw.choice(parked.slots)
-            row = pool[slot] if pool.dim() == 2 else pool[slot // 4, :, slot % 4]
-            place = tuple(draw.randrange(size) for size in row.shape)
-            row[place] ^= 1 << draw.randrange(8)
-            assert not torch.equal(pool, intact[number])
-            parked.canary.step.before(engine.batch())
-            parked.canary.step.after()
-            parked.canary.step.end()
-            if not torch.equal(pool, intact[number]):
-                parked.steps(1)
-            done += 1
-            assert torch.equal(row, (intact[number][slot] if pool.dim() == 2 else intact[number][slot // 4, :, slot % 4]))
-        assert parked.stats == {"repaired": 50}
-    assert done == 200
-
-
-def test_two_words_that_look_like_one_are_rare_and_told_apart():
-    """Of random changes of two words none is taken for a flip of one, by the formula that the repair uses."""
-    from canary_core.ops.torch.repair import BITS_32, _inverse, _is_flip
-
-    words, tries = 512, 2000
-    generator = torch.Generator().manual_seed(3)
-    keys = hashing.keys(words)
-    inverse = _inverse(keys)
-    assert bool((keys * inverse == 1).all())
-    for _ in range(tries):
-        now = torch.randint(0, 1 << 32, (words,), generator=generator)
-        before = now.clone()
-        pair = torch.randperm(words, generator=generator)[:2]
-        before[pair] ^= 1 << torch.randint(0, 32, (2,), generator=generator)
-        old = now + ((before - now) * keys).sum() * inverse
-        fits = ((old >= 0) & (old <= BITS_32)).nonzero()[:, 0].tolist()
-        assert not [i for i in fits if _is_flip(int(old[i]) ^ int(now[i]))]

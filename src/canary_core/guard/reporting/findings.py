@@ -17,7 +17,7 @@ from canary_core.guard.reporting.repairs import Repairs
 from canary_core.guard.reporting.wrong_memory import WrongMemory
 from canary_core.incident import Incident
 from canary_core.kinds.facts import ABSORBED
-from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, Counter, Kind, Phase, Row, State
+from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, UNPARKED, Counter, Kind, Phase, Row, State
 from canary_core.region import RegionKind
 from canary_core.runtime.telling import Untold
 from canary_core.runtime.witness import Witness
@@ -285,7 +285,7 @@ class Reporter:
         row[Row.KIND] = Kind.BYTES
         self.alarm.came(self.decode(row))
         row[Row.STORED_VALUE] = ~row[Row.STORED_VALUE]
-        known = row[Row.STORED_VALUE] != 0 and State.of(row[Row.STORED_POSITION]) is State.WRITTEN
+        known = row[Row.STORED_VALUE] != 0 and row[Row.STORED_POSITION] & UNPARKED == State.WRITTEN
         return known and row[Row.STORED_VALUE] != row[Row.FOUND_VALUE]
 
     def _recorded(self, counters: Sequence[int]) -> int:
