@@ -207,8 +207,8 @@ FAMILIES = (
     ),
     Family(
         "repairs",
-        "Changed words of parked KV with CANARY_REPAIR, by outcome: repaired (put back, and proven), failed (not proven, "
-        "and undone), declined (left as it was).",
+        "Changed words of parked KV with CANARY_REPAIR, by outcome: repaired (put back, and proven), failed (not "
+        "proven, and undone), declined (left as it was).",
         _by_name("repairs"),
         "counter",
         ("outcome",),
