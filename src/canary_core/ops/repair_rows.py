@@ -1,4 +1,4 @@
-"""Rows of the op ``repair``: what is asked for one damaged word, and what became of it. int64 ``[n, REPAIR_WORDS]``.
+"""Rows of the op ``repair``, one a damaged word: the finding and the outcome. int64 ``[n, REPAIR_WORDS]``.
 
 | word        | set by | meaning                                                                       |
 |-------------|--------|-------------------------------------------------------------------------------|
@@ -19,8 +19,9 @@ from enum import IntEnum
 REPAIR_WORDS = 12
 
 MOST_FLIPPED_BITS = 4
-"""Most bits of a word that differ, unless all are in one byte. Of two words that changed one in 2**31 pairs looks, for
-a given word, as if that one had changed alone; of these one in 10**5 is as near to the word that is there."""
+"""Most bits of a word that differ, unless all are in one byte. By chance one change of several words in 2**32 looks, for
+a given word of the slot, as if that one had changed alone; one in 10**5 of these is so near to the word that is there,
+but where only the highest bits of words changed: then all are."""
 
 
 class RepairWord(IntEnum):
@@ -40,7 +41,7 @@ class RepairWord(IntEnum):
 
 
 class RepairOutcome(IntEnum):
-    """What became of a damaged word. Only with `REPAIRED` are the slot's bytes other than before."""
+    """Outcome for a damaged word. Only with `REPAIRED` are the slot's bytes other than before."""
 
     ASKED = 0
     """Not looked at yet."""

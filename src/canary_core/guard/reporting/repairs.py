@@ -1,4 +1,4 @@
-"""`Repairs`: puts flipped words of parked slots back, and says what became of each."""
+"""`Repairs`: puts flipped words of parked slots back, and tells the outcome of each."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -57,10 +57,9 @@ class _InFlight:
 
 class Repairs:
     """Takes findings of one changed word in parked slots (`takes`), has the device put the word back between two
-    forwards (`step`), and tells what became of it: ``repaired`` or ``repair_failed``. All conditions are looked at by
-    the device, in the order of its work, so nothing that happens meanwhile is missed; what can't be sure stays as it
-    is, and is counted by its reason. ``condemn``: hands out the verdict of a finding that was not repaired.
-    ``incidents``: the open ones.
+    forwards (`step`), and tells the outcome: ``repaired`` or ``repair_failed``. All conditions are tested by the
+    device, in the order of the forwards, so no event in between is missed; an unsure case stays as found, and is
+    counted by reason. ``condemn``: hands out the verdict of an unrepaired finding. ``incidents``: the open ones.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Repairs:
         self._flying: list[_InFlight] = []
         self._steps: OrderedDict[int, int] = OrderedDict()
         self.outcomes: Counter[str] = Counter()
-        """What became of the tries, by the lower-case names of `RepairOutcome`."""
+        """Number of tries by outcome: lower-case names of `RepairOutcome`, and ``unaligned``."""
 
     @classmethod
     def of(
@@ -91,7 +90,7 @@ class Repairs:
         condemn: Callable[[Violation], None],
         incidents: Iterable[Incident],
     ) -> "Repairs | None":
-        """None without ``CANARY_REPAIR``, and where nothing could be repaired, as a ``repair_off`` event says then."""
+        """None without ``CANARY_REPAIR``, and where nothing could ever be repaired, with a ``repair_off`` event."""
         config = workspace.config
         if not config.repair or not workspace.states:
             return None
@@ -102,7 +101,7 @@ class Repairs:
         return None
 
     def takes(self, key: int, violation: Violation) -> bool:
-        """Whether the told finding ``violation`` waits for a repair: its verdict is then given, or not, by `step`."""
+        """Whether the told finding ``violation`` waits for a repair: then `step` gives the verdict, or none."""
         if violation.kind is not Kind.BYTES or violation.phase is not Phase.SCRUB:
             return False
         if violation.stored_state is not State.PARKED or key in self._steps:
@@ -121,8 +120,8 @@ class Repairs:
         return True
 
     def came_back(self, key: int, violation: Violation) -> bool:
-        """Whether ``violation`` is of a word that was put back before, and has changed in the same way again: a new
-        finding, which is not repaired a second time. Asked for repeated findings."""
+        """Whether the repeated finding ``violation`` is of a word put back before, and changed in the same way again: a
+        new finding, not repaired a second time."""
         at = self._steps.get(key, -1)
         if at < 0 or violation.step <= at:
             return False
@@ -130,8 +129,8 @@ class Repairs:
         return True
 
     def step(self) -> None:
-        """At the end of a step, on the stream of the forwards; never captured, never waits: tells what has arrived, and
-        issues what waits."""
+        """At the end of a step, on the stream of the forwards; never captured, never waits: tells arrived outcomes, and
+        issues waiting repairs."""
         self.tell()
         if not self._waiting or self._flying or capturing(self._workspace.device):
             return
@@ -151,7 +150,7 @@ class Repairs:
         self.tell()
 
     def tell(self) -> None:
-        """Tells the outcomes that have arrived. Never waits."""
+        """Tells arrived outcomes. Never waits."""
         while self._flying and self._flying[0].copy.arrived():
             flight = self._flying.pop(0)
             for asked, row in zip(flight.asked, flight.copy.tensors[0].tolist(), strict=True):
@@ -164,7 +163,7 @@ class Repairs:
                     self._decline([asked], outcome)
 
     def stats(self) -> dict[str, int]:
-        """Numbers for `Canary.stats`: those that are not zero."""
+        """Numbers for `Canary.stats`, without zeros."""
         declined = sum(self.outcomes.values()) - self.outcomes["repaired"] - self.outcomes["failed"]
         told = {"repaired": self.outcomes["repaired"], "repair_failed": self.outcomes["failed"]}
         return {name: number for name, number in {**told, "repair_declined": declined}.items() if number}
@@ -189,7 +188,7 @@ class Repairs:
             self._condemn(one.violation)
 
     def _about(self, violation: Violation, row: Sequence[int]) -> dict[str, object]:
-        """Fields of an event. The incident counts what was repaired of it."""
+        """Fields of an event. Counts a repaired word in its incident."""
         old, damaged = row[RepairWord.OLD], row[RepairWord.DAMAGED]
         place = (violation.region, violation.slot)
         incident = next((i for i in reversed(tuple(self._incidents)) if i.told and place in i.slots), None)
@@ -204,7 +203,7 @@ class Repairs:
         return {**about, **words, "step": row[RepairWord.STEP], "found_at_step": violation.step}
 
     def _remember(self, key: int, step: int) -> None:
-        """``step``: of the repair; -1 for a change that is never to be tried again."""
+        """``step``: of the repair; -1 for a change never to be tried again."""
         self._steps[key] = step
         self._steps.move_to_end(key)
         if len(self._steps) > MOST_REMEMBERED:
@@ -212,7 +211,7 @@ class Repairs:
 
 
 def _unable(config: CanaryConfig) -> str | None:
-    """Why nothing is ever repaired with these settings."""
+    """Why nothing is ever repaired with the settings."""
     if config.on_violation == "protect":
         return "CANARY_ON_VIOLATION=protect gives up what is damaged, with all that was computed from it"
     if config.bytes == "off" or not (config.scrub_budget.share or config.scrub_budget.step_bytes):
