@@ -19,8 +19,8 @@ from enum import IntEnum
 REPAIR_WORDS = 12
 
 MOST_FLIPPED_BITS = 4
-"""Most bits of a word that differ, unless all are in one byte. By chance one change of several words in 2**32 looks, for
-a given word of the slot, as if that one had changed alone; one in 10**5 of these is so near to the word that is there,
+"""Most bits of a word that differ, unless all are in one byte. By chance one change of several words in 2**32 looks,
+for a given word of the slot, as if that one had changed alone; one in 10**5 of these is so near to the present word,
 but where only the highest bits of words changed: then all are."""
 
 

@@ -78,9 +78,9 @@ class Reporter:
         """Whether a finding would be told."""
         self.repairs: Repairs | None = None
         if self._config.repair:
-            from canary_core.guard.reporting.repairs import Repairs
+            from canary_core.guard.reporting import repairs
 
-            self.repairs = Repairs.of(workspace, switch, canary.audit, self._condemn, self.incidents)
+            self.repairs = repairs.Repairs.of(workspace, switch, canary.audit, self._condemn, self.incidents)
         self._first: Incident | None = None
         self._read_forwards = 0
         self._stalled = 0
