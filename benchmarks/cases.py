@@ -181,6 +181,10 @@ CASES: dict[str, Case] = {
             Shape(2, 4096, sets=4, layers=32), layout="llama",
         ),
         Case(
+            "repair/16", "look for a flipped word in 16 parked slots of 2048 B, with the making of rows", ("repair",),
+            Shape(2, 4096, sets=4, layers=32), layout="llama",
+        ),
+        Case(
             "adopt/8192", "fingerprint 8192 slots that arrived without records, 32 layers × K+V × 2048 B", ("adopt",),
             Shape(2, 4096, sets=4, layers=32), layout="llama",
         ),

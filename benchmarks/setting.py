@@ -14,13 +14,27 @@ from canary_core import BatchView, CanaryConfig, ReadLens, ReadTable, Region, Sl
 from canary_core.ops.backends import Backend, torch_backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
+from canary_core.ops.repair_rows import REPAIR_WORDS
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import BLOCK_VALUES, PLAN_WORDS, POSITION, PROBE, STATES, Cursor, Happened, ScrubWord, State
+from canary_core.records import (
+    BLOCK_VALUES,
+    PLAN_WORDS,
+    POSITION,
+    PROBE,
+    STATES,
+    STEP_WRITTEN,
+    Cursor,
+    Happened,
+    ScrubWord,
+    State,
+)
 
 REGION = "kv"
 VOCABULARY = 128_000
 BLOCK_SLOTS = 16
 """Slots of a block of the ledger."""
+REPAIRS = 16
+"""Findings of one launch."""
 SECTOR_BYTES = 32
 """Smallest unit that device memory moves; a record is one."""
 
@@ -60,10 +74,30 @@ class Forward:
             # It changes nothing of the state, so its rows go where a comparison of two states looks.
             rows = state.chains.view(-1)[: len(slots) // BLOCK_SLOTS * words].view(-1, words)
             backend.gather_blocks(state, slots, BlockShape(BLOCK_SLOTS), rows, 0)
+        elif op == "repair":
+            backend.repair(state, self._asked(state))
         elif op in ("scrub", "baseline"):
             getattr(backend, op)(state)
         else:
             getattr(backend, op)(state, self.batch, self.table)
+
+    def _asked(self, state: RegionState) -> Tensor:
+        """Findings of intact parked slots: fingerprinted and searched for a word, which is not there. The rows go where
+        a comparison of two states looks."""
+        slots = self.read_slots[:REPAIRS].long()
+        state.records[slots, POSITION] |= int(State.PARKED)
+        rows = state.chains.view(-1)[: len(slots) * REPAIR_WORDS].view(-1, REPAIR_WORDS).zero_()
+        stored, records = state.fingerprints[slots, 0], state.records[slots].long()
+        given = (
+            slots,
+            torch.zeros_like(slots),
+            stored,
+            stored,
+            records[:, STEP_WRITTEN],
+            records[:, POSITION] // STATES,
+        )
+        rows[:, : len(given)] = torch.stack(given, 1)
+        return rows
 
     def _read_table(self) -> ReadTable:
         """``given`` beside the table, and two lengths: every row reads as many positions."""
@@ -194,6 +228,7 @@ class Setting:
                 "scrub": scrubbed * (SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "verify": reads * (8 + SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "adopt": reads * (8 + prints + state.sources.slot_bytes),
+                "repair": min(reads, REPAIRS) * (2 * state.sources[0].slot_bytes + SECTOR_BYTES) if prints else 0,
                 "compare_tables": reads * (entry + 8) + 2 * shape.rows * 8,
                 "gather_blocks": reads * (8 + SECTOR_BYTES + prints * (1 + 1 / BLOCK_SLOTS)),
                 **dict.fromkeys((*EVENTS, *CACHE_EVENTS), reads * (8 + 2 * SECTOR_BYTES + history)),

@@ -81,6 +81,9 @@ class Event:
     | aborted             | a running request was ended because of a finding: request, kind, region, slot          |
     | recomputed          | a request is computed again because of a finding: request, kind, region, slot          |
     | quarantined         | the prefix of a finding was evicted from the prefix cache: kind, region, slot, tokens  |
+    | repaired            | a flipped word of KV that no request has was put back: slot, source, word, bits        |
+    | repair_failed       | a flipped word was put back and the fingerprint was another one: it is as it was found |
+    | repair_off          | ``CANARY_REPAIR`` is on, and nothing can be repaired with these settings: why          |
     | quarantine_failed   | nothing could be done about a finding, or can't be in this engine, and why             |
     | hits_unchecked      | ``CANARY_HIT_CHECK`` is on, and the bytes of prefix hits are not compared, and why       |
     | hooks_left_out      | functions hooked by a plugin are missing or changed: names, and the unguarded part     |

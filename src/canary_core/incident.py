@@ -25,7 +25,7 @@ class Incident:
     root stays. ``diagnoses``: what probably happened, the surest first; empty until somebody has looked. ``bundle``:
     the directory that was written, None if none was. ``signature``: the sort of the incident, in words, empty until
     then; ``suppressed``: why nobody needs to act on it, empty if somebody should. ``traces``: the
-    ``traceparent`` of each request whose trace is known.
+    ``traceparent`` of each request whose trace is known. ``repaired``: words of its slots that were put back.
     """
 
     root: Violation
@@ -42,6 +42,7 @@ class Incident:
     signature: str = ""
     suppressed: str = ""
     traces: dict[str, str] = field(default_factory=dict)
+    repaired: int = 0
 
     @property
     def total(self) -> int:
@@ -105,11 +106,14 @@ class Incident:
                 out["last_step"] = self.last_step
         if self.traces:
             out["traces"] = list(dict.fromkeys(self.trace_ids.values()))[:NAMED]
+        if self.repaired:
+            out["repaired"] = self.repaired
         return {**out, "explanation": self.root.explanation}
 
     def __str__(self) -> str:
         followed = ", ".join(f"{kind.name.lower()} {number}" for kind, number in self.consequences.items())
         text = f"{self.root}" + (f" It brought more findings: {followed}." if followed else "")
+        text += f" Words that were put back: {self.repaired}." if self.repaired else ""
         return text + (f" {self.diagnoses[0].sentence}" if self.diagnoses else "")
 
 

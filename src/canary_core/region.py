@@ -56,7 +56,7 @@ class KVSource:
 
     For slot ``s``: ``page = s // page_size``, ``i = s % page_size``; chunk ``c`` starts at ``tensor.data_ptr() +
     offset_bytes + page * page_stride_bytes + i * slot_stride_bytes + c * chunk_stride_bytes`` and is ``chunk_bytes``
-    long. The tensor is kept alive and never written.
+    long. The tensor is kept alive, and never written but for ``CANARY_REPAIR``.
 
     ``layer`` and ``half`` ("k", "v", "kv", "k_scale", "index", ...) name the source in findings. ``dtype`` is the
     element type for the non-finite check; None leaves the check out (packed or quantized bytes).

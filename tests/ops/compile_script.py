@@ -30,16 +30,18 @@ from canary_core.ops.kernels import (
     lifetime,
     read_check,
     record,
+    repair,
     scrub,
     stores,
     tables,
     verify,
 )
+from canary_core.ops.repair_rows import REPAIR_WORDS
 from canary_core.records import BLOCK_VALUES
 
 ROOMS = (
     check, read_check, fingerprint, fingerprint_record, lifetime, record, scrub, verify, stores, block_kernels,
-    histories, tables,
+    histories, tables, repair,
 )  # fmt: skip
 EVENTS = ("alloc", "park", "share", "evict", "free")
 
@@ -80,6 +82,7 @@ def compile_all(s: Scenario) -> None:
     for op in EVENTS:
         getattr(backend, op)(state, *ownership(s))
     backend.note(state, *notes(s))
+    backend.repair(state, torch.zeros((1, REPAIR_WORDS), dtype=torch.int64))
     backend.compare_tables(state, read_table(s, batch, table), (0, 0, 0), True)
     for block, slots in blocks(s, table):
         rows = torch.zeros((block.blocks(len(slots)), BLOCK_VALUES + len(state.sources)), dtype=torch.int64)

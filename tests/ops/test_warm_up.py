@@ -22,6 +22,7 @@ from canary_core.ops.kernels import (
     lifetime,
     read_check,
     record,
+    repair,
     scrub,
     verify,
 )
@@ -30,6 +31,7 @@ KERNELS = (
     check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel,
     fingerprint_record.fingerprint_record_kernel, read_check.read_check_kernel, scrub.scrub_kernel,
     verify.verify_kernel, lifetime.lifetime_kernel, blocks.adopt_kernel, blocks.gather_blocks_kernel,
+    repair.repair_kernel, repair.prove_kernel,
 )  # fmt: skip
 
 
@@ -38,7 +40,7 @@ class Padded(Guarded):
 
     def __init__(self, device: str = "cpu", backend: str = "triton", warms_up: bool = False) -> None:
         engine = ToyEngine(slots=512, device=device, window=8)
-        super().__init__(engine, warms_up=warms_up, read_check=-1, backend=backend)
+        super().__init__(engine, warms_up=warms_up, read_check=-1, repair=True, backend=backend)
 
     def padding(self, rows: int) -> Iterator[BatchView]:
         none = torch.zeros(rows, dtype=torch.int32, device=self.engine.device)

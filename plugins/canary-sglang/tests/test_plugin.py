@@ -232,3 +232,51 @@ def test_the_suite_is_run_from_a_checkout():
     with pytest.raises(PluginError, match=f"-k {tests.stem}"):
         plugin.canary_conformance()
     assert tests.exists()
+
+
+OWN_READINESS = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from fastapi.testclient import TestClient
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.plugins.hook_registry import HookRegistry
+from canary_core import CanaryConfig
+from canary_sglang.hooks import HOOKS
+
+if not hasattr(TokenizerManager, "is_ready"):
+    print("none")
+    sys.exit()
+file = Path(sys.argv[1])
+HOOKS.start(CanaryConfig.load(unready_file=str(file), silence_s=0))
+HookRegistry.apply_hooks()
+manager = TokenizerManager.__new__(TokenizerManager)
+manager.is_pause, manager.gracefully_exit, manager.server_status = False, False, ServerStatus.Up
+http_server._global_state = SimpleNamespace(tokenizer_manager=manager)
+client = TestClient(http_server.app)
+told = [client.get("/ready").status_code]
+file.touch()
+told.append(client.get("/ready").status_code)
+file.unlink()
+told.append(client.get("/ready").status_code)
+manager.server_status = ServerStatus.UnHealthy
+told.append(client.get("/ready").status_code)
+print(told)
+"""
+
+
+def test_sglangs_own_readiness_follows_the_file_of_canarys(tmp_path):
+    """``GET /ready`` of SGLang's server: 503 while ``CANARY_UNREADY_FILE`` is there, and SGLang's own answer otherwise.
+    Nothing else of the server changes: ``/health`` is what restarts a container."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_READINESS, str(tmp_path / "unready")],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    told = done.stdout.splitlines()[-1:]
+    if told == ["none"]:
+        pytest.skip("this release of SGLang has no /ready")
+    assert told == ["[200, 503, 200, 503]"], done.stderr

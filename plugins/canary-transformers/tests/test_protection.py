@@ -10,7 +10,7 @@ import torch
 from canary_transformers.conformance.continuous import ContinuousSession
 from canary_transformers.continuous import compat
 from canary_transformers.errors import WithheldError
-from tiny import parked_flips
+from tiny import parked_flips, repaired_flips
 from tiny.batching import HAS_POOL, Traffic, serve
 from tiny.generation import generate, new_cache, prompts
 from tiny.instant import run_asynchronous_batches_on_cpu
@@ -222,6 +222,18 @@ def test_a_verdict_after_its_request_has_ended_only_evicts(served):
     engine.submit("after", PROMPT)
     assert engine.finish()["after"] == engine.right[0]
     assert engine.acted == {"recomputed": [], "aborted": []}
+
+
+@needs_pool
+@pytest.mark.parametrize("mode", ["report", "quarantine"])
+def test_a_bit_that_flips_in_the_prefix_cache_is_put_back(mode):
+    """With ``CANARY_REPAIR``: while another request runs. The cache's bytes are what they were, nothing is evicted, and
+    a request that hits them is answered right."""
+    done = repaired_flips.flips(6, mode=mode)
+    assert (done.told, done.repaired, done.intact, done.right, done.quarantined) == (6, 6, 6, 6, 0)
+    off = repaired_flips.flips(6, repair=False)
+    assert (off.told, off.repaired, off.intact) == (6, 0, 0)
+    assert off.right < 6
 
 
 @needs_pool

@@ -70,6 +70,36 @@ def test_a_hit_on_changed_kv_is_computed_again_before_a_token_is_given_out(engin
         assert len(guard.findings.told("recomputed")) == 1
 
 
+@pytest.mark.parametrize("engine", [LLAMA, ASYNC], indirect=True)
+def test_a_bit_that_flips_in_the_prefix_cache_is_put_back(engine):
+    """With ``CANARY_REPAIR``: while another request runs, ten times, any bit of any layer. The cache's bytes are what
+    they were, nothing is evicted, and the request that hits them is answered right."""
+    import torch
+
+    small, other, draw = engine.small, guarded.prompts("protection", 1)[0], random.Random(5)
+    small.renew()
+    (right,) = small.serve([PROMPT], 20)
+    settings = {**QUIET, "on_violation": "quarantine", "repair": True, "scrub_budget": "16MiB"}
+    with guarded.guard(small, **settings) as guard:
+        begin(small, "first", 1)
+        (blocks,) = small.blocks("first")
+        finish(small)
+        for turn in range(10):
+            tensor = draw.choice([tensor for _, tensor in small.tensors()]).view(torch.int32)
+            # Of four blocks the last one is not full, so it is not kept.
+            block = tensor[draw.choice(blocks[:3])]
+            intact, bits = block.clone(), draw.choice([1 << draw.randrange(31), 3 << 22])
+            block[tuple(draw.randrange(size) for size in block.shape)] ^= bits
+            assert not torch.equal(block, intact)
+            small.serve([other], 20, f"other {turn}")
+            assert torch.equal(block, intact)
+            assert len(guard.findings.told("repaired")) == turn + 1
+        assert small.serve([PROMPT], 20, "after")[0] == right
+        assert len(guard.findings.violations) == 10
+        assert guard.findings.told("quarantined") == []
+        assert told(guard, "recomputed", "aborted") == {"recomputed": [], "aborted": []}
+
+
 @ONLY
 def test_a_running_request_keeps_its_tokens_where_all_reads_are_compared(engine):
     """Every token so far was computed from KV that had been compared: the answer is the right one."""

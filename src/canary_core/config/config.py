@@ -183,6 +183,12 @@ class CanaryConfig(BaseSettings):
         "quarantine: also evict what is corrupted from the prefix cache. protect: besides, no token computed from KV "
         "found to be wrong is given out: its request is computed again, or ends so. Where the engine's plugin can.",
     )
+    repair: bool = Field(
+        default=False,
+        description="One flipped word of KV that no request has is put back where the fingerprint tells what it was, "
+        "and proven by the fingerprint; a repaired event tells it. Not with CANARY_ON_VIOLATION=protect, which gives "
+        "up what was computed from it, too.",
+    )
     lifetime: bool = Field(
         default=True,
         description="Follow the engine's allocator, where its plugin can: use after free, write after free, slots "

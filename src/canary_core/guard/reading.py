@@ -46,6 +46,7 @@ class Reading:
             **step.tables.stats(),
             **step.stores.stats(),
             **{name: number for name, number in self.left_out().items() if number},
+            **(found.repairs.stats() if found.repairs is not None else {}),
             **found.alarm.stats(),
             **found.witness.stats(),
         }

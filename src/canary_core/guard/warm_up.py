@@ -12,6 +12,7 @@ from canary_core.errors import AttachError
 from canary_core.ops.backends import Backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.compile_process import CompileProcess
+from canary_core.ops.repair_rows import REPAIR_WORDS
 from canary_core.ops.state import RegionState
 from canary_core.read_table import MOST_LENS, ReadLens, ReadTable
 from canary_core.records import BLOCK_VALUES, Cursor, Happened
@@ -136,6 +137,8 @@ def _launch_beside(backend: Backend, state: RegionState) -> None:
     none = torch.empty(0, dtype=torch.int64, device=state.records.device)
     backend.verify(state, none)
     backend.adopt(state, none)
+    if state.repairs:
+        backend.repair(state, none.new_empty(0, REPAIR_WORDS))
     rows = state.fingerprints.new_empty((1, BLOCK_VALUES + len(state.sources)))
     for paged in (True, False):
         backend.gather_blocks(state, none.new_full((1,), -1), BlockShape(1, paged), rows, 0)

@@ -25,7 +25,8 @@ NoteOp = Callable[[RegionState, Tensor, int, int | Tensor], None]
 @dataclass(frozen=True, slots=True)
 class Backend:
     """The ops in the order of a step: `fingerprint_record` stands for the two ops before it where nothing comes
-    between. `baseline` runs once, at attach; `verify` and `adopt` where bytes arrive, with records or without; `note`
+    between. `baseline` runs once, at attach; `verify` and `adopt` where bytes arrive, with records or without; `repair`
+    where one word of a parked slot was flipped; `note`
     where the content of slots changes without a forward; `gather_blocks` for the ledger; `compare_tables` once
     attention has its tables (last argument: whether to wait for a compiler; returns whether the op was launched);
     `note_store` after a layer has stored its KV, and `compare_stores` before `record`."""
@@ -45,6 +46,7 @@ class Backend:
     free: EventOp
     verify: Callable[[RegionState, Tensor], None]
     adopt: Callable[[RegionState, Tensor], None]
+    repair: Callable[[RegionState, Tensor], None]
     note: NoteOp
     gather_blocks: "Callable[[RegionState, Tensor, BlockShape, Tensor, int], None]"
     compare_tables: Callable[[RegionState, "ReadTable", Sequence[int], bool], bool]
@@ -106,6 +108,7 @@ _FILES = {
     "free": "lifetime",
     "verify": "verify",
     "adopt": "blocks",
+    "repair": "repair",
     "note": "histories",
     "gather_blocks": "blocks",
     "compare_tables": "tables",

@@ -153,6 +153,8 @@ class RegionState:
         self.samples: Samples | None = None
         looked_at = config.store_check and region.kind in (RegionKind.FULL, RegionKind.WINDOW) and len(self.sources)
         self.stores = torch.zeros_like(self.fingerprints) if looked_at else self.fingerprints.new_zeros(0, 0)
+        self.repairs = config.repair and len(self.sources) > 0
+        """Whether flipped words are put back."""
         read_tiles = -(-config.read_check // READ_TILE)
         if config.read_check < 0 or region.kind in (RegionKind.STATE, RegionKind.RING):
             read_tiles = ALL_TILES

@@ -1,6 +1,7 @@
 """`Hooks`: code before, after or around SGLang's own functions, of runner, scheduler and pools."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -74,6 +75,8 @@ class Hooks:
         REGISTRAR.register({name: (partial(self._load, name.rpartition(".")[2]), "AROUND") for name in loads})
         if not loads:
             _tell_left_out(["update_weights"], "warning", "this release loads weights in another way")
+        if config.unready_file:
+            REGISTRAR.register(dict.fromkeys(targets.existing([targets.READY]), (self._ready, "AROUND")))
         self._config = config
         missing = [name for name in targets.EXPECTED if name not in hooked]
         if missing:
@@ -214,6 +217,11 @@ class Hooks:
         weights = None if self.session is None else self.session.weights
         with contextlib.nullcontext() if weights is None else weights.load(how):
             return original(*args, **kwargs)
+
+    def _ready(self, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        """SGLang's own readiness, and that of ``CANARY_UNREADY_FILE``, which a scheduler's process makes."""
+        out = self._config is not None and os.path.exists(self._config.unready_file)
+        return original(*args, **kwargs) and not out
 
     def _turn(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         if self._roll_call is not None:

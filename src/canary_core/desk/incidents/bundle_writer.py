@@ -83,6 +83,7 @@ def write_aftermath(path: Path, incident: Incident, events: Iterable[tuple[float
         "findings": incident.total,
         "kinds": _kinds(incident),
         "last_step": incident.last_step,
+        **({"repaired": incident.repaired} if incident.repaired else {}),
         "events": [_event(moment, event) for moment, event in events],
     }
     partial = path / ".after.json"

@@ -205,6 +205,14 @@ FAMILIES = (
         _one("alarm_tests"),
         "counter",
     ),
+    Family(
+        "repairs",
+        "Changed words of parked KV with CANARY_REPAIR, by outcome: repaired (put back, and proven), failed (not "
+        "proven, and undone), declined (left as it was).",
+        _by_name("repairs"),
+        "counter",
+        ("outcome",),
+    ),
     Family("alarm_dead", "1 where a probe did not come out of the alarm.", _one("alarm_dead"), together="max"),
     Family(
         "last_alarm_test_timestamp_seconds",

@@ -64,6 +64,7 @@ class MetricReading:
     alarm_tests: int = 0
     alarm_dead: int | None = None
     last_alarm_test: float | None = None
+    repairs: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_nobody(cls, place: Place, config: CanaryConfig) -> "MetricReading":
@@ -123,6 +124,7 @@ class MetricReading:
             alarm_tests=stats.get("alarm_tests", 0),
             alarm_dead=stats.get("alarm_dead"),
             last_alarm_test=canary.last_alarm_test,
+            repairs=_repairs(stats) if canary.config.repair else {},
         )
 
 
@@ -140,6 +142,7 @@ class Totals:
     computed_tokens: int = 0
     guarded_tokens: int = 0
     alarm_tests: int = 0
+    repairs: "Tally[str]" = field(default_factory=Tally)
 
     def add(self, reading: MetricReading) -> None:
         """One more."""
@@ -151,6 +154,7 @@ class Totals:
         self.guarded_tokens += reading.guarded_tokens
         self.alarm_tests += reading.alarm_tests
         self.skipped.update(reading.skipped)
+        self.repairs.update(reading.repairs)
         self.violations.update(reading.violations)
         self.incidents.update(reading.incidents)
 
@@ -212,6 +216,12 @@ def _info(place: Place, config: CanaryConfig, mode: str) -> tuple[str, ...]:
     share = config.layers
     layers = "all" if share.parts == 1 else f"1/{share.parts}@{turn_of(config)}"
     return place.host, place.gpu, place.pci, own_version(), config.profile, mode, layers
+
+
+def _repairs(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Outcomes of repairs, by name; 0 for those that never were."""
+    names = {"repaired": "repaired", "failed": "repair_failed", "declined": "repair_declined"}
+    return {outcome: stats.get(name, 0) for outcome, name in names.items()}
 
 
 @lru_cache

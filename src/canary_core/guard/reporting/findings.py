@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from canary_core.errors import ViolationError
 from canary_core.events import Event
@@ -16,7 +16,7 @@ from canary_core.guard.reporting.readback import HostRead, ReadBack
 from canary_core.guard.reporting.wrong_memory import WrongMemory
 from canary_core.incident import Incident
 from canary_core.kinds.facts import ABSORBED
-from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, Counter, Kind, Phase, Row, State
+from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, UNPARKED, Counter, Kind, Phase, Row, State
 from canary_core.region import RegionKind
 from canary_core.runtime.telling import Untold
 from canary_core.runtime.witness import Witness
@@ -24,6 +24,9 @@ from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
 from canary_core.watchers.audit.running import RunningAudit
+
+if TYPE_CHECKING:
+    from canary_core.guard.reporting.repairs import Repairs
 
 MOST_NOT_FINITE = 4096
 """Fingerprints remembered of bytes with NaN or infinity: there are few, since a NaN makes whole slots NaN."""
@@ -73,6 +76,11 @@ class Reporter:
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
         self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self._probe)
         """Whether a finding would be told."""
+        self.repairs: Repairs | None = None
+        if self._config.repair:
+            from canary_core.guard.reporting import repairs
+
+            self.repairs = repairs.Repairs.of(workspace, switch, canary.audit, self._condemn, self.incidents)
         self._first: Incident | None = None
         self._read_forwards = 0
         self._stalled = 0
@@ -149,9 +157,10 @@ class Reporter:
         for violation in waited:
             self._deliver(violation)
         self.incidents.tell()
-        if at_last:
-            for untold in self.untold:
-                untold.tell()
+        if at_last and self.repairs is not None:
+            self.repairs.tell()
+        for untold in self.untold if at_last else ():
+            untold.tell()
 
     def never_called(self) -> None:
         """No forward was checked for as long as the settings allow."""
@@ -210,10 +219,12 @@ class Reporter:
                 self.dismissed += 1
                 continue
             key = key_of(violation)
+            if self.repairs is not None and self.repairs.came_back(key, violation):
+                self.known.forget(key)
             if self.known.repeats(key):
                 self.incidents.read_again(violation)
                 if self.known.told(key):
-                    self._condemn(violation)
+                    self._condemn(violation, key)
                 continue
             if not within:
                 self.limited.add({violation.kind.name.lower(): 1})
@@ -278,7 +289,7 @@ class Reporter:
         row[Row.KIND] = Kind.BYTES
         self.alarm.came(self.decode(row))
         row[Row.STORED_VALUE] = ~row[Row.STORED_VALUE]
-        known = row[Row.STORED_VALUE] != 0 and State.of(row[Row.STORED_POSITION]) is State.WRITTEN
+        known = row[Row.STORED_VALUE] != 0 and row[Row.STORED_POSITION] & UNPARKED == State.WRITTEN
         return known and row[Row.STORED_VALUE] != row[Row.FOUND_VALUE]
 
     def _recorded(self, counters: Sequence[int]) -> int:
@@ -302,16 +313,19 @@ class Reporter:
         """``violation`` as every log, event, error, bundle and plugin has it: with tokens only where asked for."""
         return violation if self._config.incident_tokens else violation.redacted()
 
-    def _condemn(self, violation: Violation | None) -> None:
-        """Hands a verdict to plugins that act on findings. None: findings had no room in the ring."""
-        if self._acted_on:
+    def _condemn(self, violation: Violation | None, key: int | None = None) -> None:
+        """Hands a verdict to plugins that act on findings. None: findings had no room in the ring. ``key``: of a told
+        one, whose verdict may wait for a repair."""
+        waits = violation and key is not None and self.repairs is not None and self.repairs.takes(key, violation)
+        if self._acted_on and not waits:
             from canary_core.guard.reporting import verdicts
 
             verdicts.tell(self._switch, self._config, violation and self._told(violation), self._late)
 
     def _deliver(self, violation: Violation) -> None:
-        self.known.tell(key_of(violation))
-        self._condemn(violation)
+        key = key_of(violation)
+        self.known.tell(key)
+        self._condemn(violation, key)
         violation = self._told(violation)
         self.delivered[violation.kind] += 1
         place = (violation.kind, violation.region)

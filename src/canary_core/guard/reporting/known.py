@@ -38,6 +38,10 @@ class Known:
         """The finding is reported."""
         self._told[key] = True
 
+    def forget(self, key: int) -> None:
+        """The next such finding is a new one."""
+        self._told.pop(key, None)
+
     def told(self, key: int) -> bool:
         """Whether the finding was reported."""
         return self._told.get(key, False)

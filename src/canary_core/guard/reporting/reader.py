@@ -55,5 +55,7 @@ class Reader:
         if snapshot is not None:
             self._findings.open(snapshot, forwards)
             self._scrub.observe(snapshot.counters)
+        if self._findings.repairs is not None:
+            self._findings.repairs.step()
         for late in self.late:
             late.read()

@@ -150,6 +150,7 @@ ROW_STEP = tl.constexpr(int(Row.STEP))
 SOURCE_FIELDS = tl.constexpr(DESCRIPTOR_WORDS)
 """Words of a source's descriptor."""
 SOURCE_ADDRESS = tl.constexpr(int(Descriptor.ADDRESS))
+SOURCE_PAGE_SIZE = tl.constexpr(int(Descriptor.PAGE_SIZE))
 SOURCE_PAGE_STRIDE = tl.constexpr(int(Descriptor.PAGE_STRIDE))
 SOURCE_SLOT_STRIDE = tl.constexpr(int(Descriptor.SLOT_STRIDE))
 SOURCE_CHUNKS = tl.constexpr(int(Descriptor.CHUNKS))

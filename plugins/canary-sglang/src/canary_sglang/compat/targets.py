@@ -22,6 +22,8 @@ LOOP = f"{SCHEDULER}.run_event_loop"
 STATE_CLONES = f"{RUNNER}._maybe_execute_deferred_mamba_cow_and_clear"
 SAMPLE = f"{RUNNER}.sample"
 PROCESS = f"{SCHEDULER}.process_batch_result"
+READY = "sglang.srt.managers.tokenizer_manager.TokenizerManager.is_ready"
+"""Answers SGLang's ``/ready``, in releases that have it, in the process of the HTTP server."""
 
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
 OPTIONAL = (RESIZE, LOOP, STATE_CLONES, SAMPLE, PROCESS)
