@@ -92,6 +92,11 @@ class FootprintAudit:
         self._memory = self._look()
 
     @property
+    def regions(self) -> tuple[Region, ...]:
+        """The described ones."""
+        return self._regions
+
+    @property
     def device(self) -> torch.device:
         """Where the audited bytes are."""
         return self._regions[0].device

@@ -162,6 +162,21 @@ class RunningAudit:
         except Exception as error:
             self._fall_over(error)
 
+    def claim_writes(self, view: BatchView) -> None:
+        """Claims all that ``view`` writes, by work of the engine within the next audited forward that is another step
+        to Canary, such as an encoder's. Waits for the device."""
+        if not self._left or self._footprint is None:
+            return
+        try:
+            from canary_core.watchers.audit.claims import Claims
+
+            claims = Claims(self._footprint.regions)
+            claims.view(view)
+            for region in self._footprint.regions:
+                self.claim(region.name, claims.written(region))
+        except Exception as error:
+            self._fall_over(error)
+
     @property
     def follows_sources(self) -> bool:
         """Whether the audit needs the place of a region's sources, and `rebind` does anything."""

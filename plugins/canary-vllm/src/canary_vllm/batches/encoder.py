@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_adapters import BatchRows, block_table, media_number, token_table, upload
-from canary_core import BatchView, Canary, Overlap, SlotTable
+from canary_core import BatchView, Canary, Overlap
 from canary_vllm.batches.requests import Requests
 from canary_vllm.pools.pool import Group
 
@@ -47,9 +47,8 @@ class EncoderReads:
         view = None
         with self._canary.guard("encoder"):
             view = self._view()
-            if view is not None and self._canary.audit.due:
-                for name, table in view.tables.items():
-                    self._canary.audit.claim(name, _written(view, table))
+            if view is not None:
+                self._canary.audit.claim_writes(view)
         result = forward()
         if view is not None:
             self._canary.step.run(lambda: None, lambda: view, overlap=Overlap.NONE)
@@ -86,12 +85,3 @@ class EncoderReads:
     def _expected(self, names: Sequence[str]) -> Tensor:
         own = [self._inputs.get(name) for name in names]
         return token_table(own, max([1, *(len(one) for one in own if one is not None)]), self._canary.device)
-
-
-def _written(view: BatchView, table: SlotTable) -> Tensor:
-    """Slots that the forward of ``view`` writes to. Waits for the device."""
-    found = [torch.empty(0, dtype=torch.int64, device=view.device)]
-    for row, states in enumerate(view.new_lens.tolist()):
-        position = torch.arange(states, device=view.device)
-        found.append(table.entries[row, position // table.page_size] * table.page_size + position % table.page_size)
-    return torch.cat(found)
