@@ -216,3 +216,17 @@ def test_the_next_step_may_be_under_way(ahead, store, wait_steps, policy):
         assert told(found, "aborted") == []
         store.fault = None
         assert serve(ahead, [PROMPT, BESIDE], "after") == [right, beside]
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.beyond_ci("the tests of one process here, and test_protection: ranks in processes of their own")
+@pytest.mark.parametrize(("rank", "steps", "policy"), [(1, 0, "recompute"), (1, 3, "recompute"), (0, 0, "fail")])
+def test_what_one_rank_was_brought_is_served_by_none(rank, steps, policy):
+    """Two tensor-parallel workers and the scheduler, each in a process of its own: every second load has a wrong block
+    in the shard of one rank, whose word vLLM joins with the other's."""
+    told = told_by(
+        "gate_ranks_script", str(rank), str(steps), policy, "4",
+        plugins="vllm", CANARY_ON_VIOLATION="protect", CANARY_LEDGER_PRIVATE="RankedStore",
+    )  # fmt: skip
+    ends = {"right": 4, "error": 0} if policy == "recompute" else {"right": 2, "error": 2}
+    assert told == {"asked": 4, "wrong": 0, **ends, "ranks": [2 * (rank == 0), 2 * (rank == 1)]}
