@@ -1,4 +1,4 @@
-"""`BlockLoads`: KV that a connector loads in blocks, against the ledger, and the blocks that must not be served."""
+"""`BlockLoads`: KV loaded by a connector in blocks, against the ledger, and the blocks unfit to be served."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,21 +13,21 @@ Came = tuple[Arrival, frozenset[int]]
 
 
 class BlockLoads:
-    """Loads of one connector, ``origin``, for ``groups``, which hold the KV of tokens.
+    """Loads of one connector, ``origin``, for ``groups`` with the KV of tokens.
 
-    If a request is computed in the step that names its load, the connector loads while the forward runs: the blocks are
-    expected before, and have arrived when the engine asks the connector for errors. Otherwise the request waits for its
-    load, and is computed in a later step: the blocks are expected now, and have arrived before its forward. Of the last
-    block only the slots of tokens that were brought are concerned.
+    A request computed in the same step is loaded for while the forward runs: the blocks are expected before, and have
+    arrived when the engine asks the connector for errors. Another request waits for the load, and is computed in a
+    later step: the blocks are expected now, and have arrived before the forward. Of the last block only the slots of
+    brought tokens are concerned.
 
-    With ``CANARY_ON_VIOLATION=protect`` loads are gated: judged before they are served. Loads for several groups of the
-    engine are not, since numbers of blocks don't say which group's block is bad.
+    With ``CANARY_ON_VIOLATION=protect`` loads are gated: judged before a token computed from the blocks is served.
+    Loads for several groups of the engine are not, since a number of a block doesn't name the group.
 
-    | load                    | judged               | where the host has no verdict yet, as on a GPU                |
-    |-------------------------|----------------------|---------------------------------------------------------------|
-    | while the forward runs  | right after it       | `late` asks again, once the engine has waited for its tokens;  |
-    |                         |                      | a verdict after that is left to whoever acts on findings       |
-    | in the steps before     | when it has ended    | the end of the load is told a step later, with the verdict     |
+    | load                    | judged                   | without a verdict on the host yet, as on a GPU            |
+    |-------------------------|--------------------------|-----------------------------------------------------------|
+    | while the forward runs  | right after the forward  | `late` asks again, after the engine's wait for tokens; a  |
+    |                         |                          | later verdict goes to the plugins acting on findings      |
+    | in the steps before     | at the end of the load   | the end is told a step later, with the verdict            |
 
     Never waits for the device. ``writers``: of the requests.
     """
@@ -51,8 +51,8 @@ class BlockLoads:
         self._condemned: list[int] = []
 
     def begin(self, ended: Iterable[str], computed: Iterable[tuple[str, int]], loads: Iterable[BlockLoad]) -> None:
-        """Before a forward: names of requests that have ended, those in the forward with their number of tokens before,
-        and the loads that begin now."""
+        """Before a forward: names of ended requests, requests in the forward with the number of tokens before, and
+        loads that begin now."""
         self._open.clear()
         for name in ended:
             for _, came in self._waiting.pop(name, ()):
@@ -79,9 +79,9 @@ class BlockLoads:
             self._waiting.setdefault(load.request, []).append((load, came))
 
     def finished(self, names: Iterable[str] | None, failed: Iterable[str] = ()) -> set[str]:
-        """The connector says that the loads of requests ``names`` have ended, those of ``failed`` in vain; asked before
-        `loaded`. Returns the names to be told to the scheduler, with those held back before. `loaded` may take names
-        out of the returned set."""
+        """By the connector's word the loads of requests ``names`` have ended, of ``failed`` in vain; called before
+        `loaded`. Returns the names to be told to the scheduler, including names held back before. `loaded` may take
+        names out of the returned set."""
         self._partly.update(failed)
         self._finished = set(names or ())
         if self._held:
@@ -94,8 +94,8 @@ class BlockLoads:
 
     def loaded(self, failed: Iterable[int] | None) -> set[int]:
         """The connector has finished the loads of the step, and of the requests named last, except for the blocks
-        ``failed``. Returns the blocks to be told to the scheduler as failed, in a set that verdicts until `late`
-        join. Needs inference mode where the engine's tensors are made in it."""
+        ``failed``. Returns the blocks to be told to the scheduler as failed, a set joined by verdicts until `late`.
+        Needs inference mode if the engine's tensors are made in inference mode."""
         self._failed, failed = set(failed or ()), set(failed or ())
         landing, self._landing = self._landing, []
         for arrival, blocks in landing:
@@ -128,7 +128,7 @@ class BlockLoads:
         return self._failed
 
     def late(self) -> None:
-        """The output of the step leaves next: verdicts of the forward's own loads that have come since go with it."""
+        """The output of the step leaves next, with verdicts that came since on loads beside the forward."""
         if self._open:
             self._canary.ledger.read()
             self._open.clear()
@@ -163,7 +163,7 @@ class BlockLoads:
         return any(self._canary.ledger.awaits(arrival) for arrival, _ in came)
 
     def _forget(self) -> None:
-        """What lies in condemned blocks is not what their records say, so the next write proves nothing by it."""
+        """Condemned blocks hold other bytes than by the records, so a record proves nothing about the next write."""
         for group in self._groups if self._condemned else ():
             self._canary.slots.forget(group.region, block_slots(group, upload(self._condemned, self._canary.device)))
         self._condemned.clear()

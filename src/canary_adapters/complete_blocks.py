@@ -1,4 +1,4 @@
-"""`CompleteBlocks`: blocks of requests that forwards complete, which anything may store from then on."""
+"""`CompleteBlocks`: blocks of requests completed by forwards, free to be stored from then on."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,8 +10,7 @@ from canary_core.ops.upload import upload
 
 class CompleteBlocks:
     """Tells the ledger of each complete block of ``groups`` once, right after its forward. ``held``: the requests'
-    blocks. ``slack``: tokens of a forward that may be rejected later, so that their block is rewritten: it is told
-    again, then."""
+    blocks. ``slack``: tokens of a forward that may be rejected later, with the block rewritten and told again."""
 
     def __init__(self, canary: Canary, groups: Sequence[BlockGroup], held: RequestBlocks, slack: int) -> None:
         self._canary = canary
@@ -22,8 +21,8 @@ class CompleteBlocks:
         self._told: dict[str, int] = {}
 
     def begin(self, ended: Iterable[str], again: Iterable[str], computed: Iterable[tuple[str, int]]) -> None:
-        """Before a forward: names of requests that have ended, those that begin, or begin again, and all in the forward
-        with their number of tokens before."""
+        """Before a forward: names of ended requests, of requests that begin, or begin again, and of all in the forward
+        with the number of tokens before."""
         for name in ended:
             self._told.pop(name, None)
         begun = set(again)
@@ -32,7 +31,7 @@ class CompleteBlocks:
                 self._told[name] = before
 
     def end(self, computed: Iterable[tuple[str, int]]) -> None:
-        """After the forward: its requests, each with its number of tokens, without drafted ones."""
+        """After the forward: all requests in the forward, each with the number of tokens, without drafted ones."""
         found: list[list[int]] = [[] for _ in self._groups]
         for name, end in computed:
             if name not in self._told:
