@@ -12,7 +12,9 @@ from canary_adapters.answers import ANSWER_TOKENS, AnswerCheck, AnswerParts
 from canary_adapters.block_breaches import BlockBreach, BlockSweep, count_breaches, report_breaches
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort, add_event
 from canary_adapters.block_lists import BlockLists, GivenBlocks, GivenLens, RequestBlocks, metadata_blocks, moved_states
+from canary_adapters.block_loads import BlockLoads
 from canary_adapters.block_replay import BlockLoad, BlockMessage, BlockReplay
+from canary_adapters.complete_blocks import CompleteBlocks
 from canary_adapters.contents import content_numbers, embedding_numbers, media_number, put_embeddings, put_media
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
@@ -73,11 +75,13 @@ __all__ = [
     "BlockGroup",
     "BlockLists",
     "BlockLoad",
+    "BlockLoads",
     "BlockMessage",
     "BlockReplay",
     "BlockSort",
     "BlockSweep",
     "BlockVerdict",
+    "CompleteBlocks",
     "DraftForwards",
     "EmbeddedRequests",
     "EmbeddingFilter",

@@ -82,13 +82,13 @@ class BlockEvents:
             own = {block for lists in given for block in lists[group.number]} if group.number in groups else set()
             blocks = sorted(fresh & own)
             if blocks:
-                self._canary.slots.adopt_bytes(group.region, _slots(group, upload(blocks, self._canary.device)))
+                self._canary.slots.adopt_bytes(group.region, block_slots(group, upload(blocks, self._canary.device)))
 
     def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
         """The engine copies blocks, (from, to), of all groups: the records go with the bytes."""
         blocks = upload([block for pair in pairs for block in pair], self._canary.device).view(-1, 2)
         for group in self._groups:
-            source, destination = (_slots(group, blocks[:, side]) for side in (0, 1))
+            source, destination = (block_slots(group, blocks[:, side]) for side in (0, 1))
             self._canary.slots.copy(group.region, source, destination)
 
     def _tell(self, events: Sequence[BlockEvent], numbers: Tensor) -> None:
@@ -99,11 +99,11 @@ class BlockEvents:
             if chosen is not None and chosen != group.number:
                 continue
             if sort == "forget":
-                slots.forget(group.region, _slots(group, numbers))
+                slots.forget(group.region, block_slots(group, numbers))
             elif writers is not None:
                 getattr(slots, sort)(group.region, numbers, writers, page_slots=group.block)
             elif sort == "alloc":
-                slots.clear(group.region, _slots(group, numbers))
+                slots.clear(group.region, block_slots(group, numbers))
 
     def _writers(self, events: Sequence[BlockEvent]) -> int | Callable[[], Tensor]:
         ids = [-1 if event.request is None else self._writer(event.request) for event in events]
@@ -135,6 +135,7 @@ def runs_of(events: Sequence[BlockEvent]) -> list[list[BlockEvent]]:
     return [run for run, _ in runs]
 
 
-def _slots(group: BlockGroup, blocks: Tensor) -> Tensor:
+def block_slots(group: BlockGroup, blocks: Tensor) -> Tensor:
+    """The slots of ``blocks``, numbers on the pool's device, in their order."""
     inside = torch.arange(group.block, device=blocks.device)
     return (blocks[:, None] * group.block + inside).flatten()

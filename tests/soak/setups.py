@@ -73,7 +73,8 @@ def _vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
     yield from _more_vllm_on_cpu()
     environment = {**VLLM_ENVIRONMENT, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "all"}
     yield "chunks", Setup("vllm", "llama4", OPTIONS, environment, Shape(vocabulary=500))
-    yield "whisper", Setup("vllm", "whisper", {**OPTIONS, **SOUND}, environment, Shape(prompt=4, new=80, vocabulary=500))
+    shape = Shape(prompt=4, new=80, vocabulary=500)
+    yield "whisper", Setup("vllm", "whisper", {**OPTIONS, **SOUND}, environment, shape)
 
 
 def _more_vllm_on_cpu() -> Iterator[tuple[str, Setup]]:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import RollCall
+from canary_adapters import BlockVerdict, RollCall
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
 from canary_vllm.actions.protection import Protection
 from canary_vllm.allocator.recorder import BlockRecorder
 from canary_vllm.compat import runners, targets
+from canary_vllm.pools.pool import Group
 from canary_vllm.session import Session, attach_runner
 
 
@@ -70,10 +71,16 @@ class Hooks:
         self._follow(f"{targets.SCHEDULER}.__init__", self._scheduler)
         self._wrap(f"{targets.SCHEDULER}.shutdown", self._scheduler_ends)
         if config.on_violation != "report":
-            self._protection = Protection(config, lambda: [g for s in self.sessions for g in s.groups], self._tell)
+            self._protection = Protection(config, self._groups, self._gated, self._tell)
             hook_manager().register(self._protection)
             self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
             self._wrap(f"{targets.SCHEDULER}.update_from_output", self._update)
+
+    def _groups(self) -> list[Group]:
+        return [group for session in self.sessions for group in session.groups]
+
+    def _gated(self, verdict: BlockVerdict) -> bool:
+        return any(session.gates(verdict) for session in self.sessions)
 
     def _tell(self, event: Event) -> None:
         """With the place of the first guarded engine, as far as there is one."""
@@ -178,6 +185,7 @@ class Hooks:
         session = self._sessions.get(id(runner))
         if session is not None:
             with session.canary.guard("mark"):
+                session.leaves()
                 workers.mark(output, session.word)
 
     @contextmanager

@@ -13,6 +13,7 @@ from canary_adapters import (
     AnswerCheck,
     BlockLists,
     BlockReplay,
+    BlockVerdict,
     DraftForwards,
     EmbeddingFilter,
     EmbeddingShards,
@@ -132,6 +133,15 @@ class Session:
             # States are rewritten by each forward, and say nothing of how many tokens it had.
             if self._tokens:
                 self.canary.witness.computed(output.total_num_scheduled_tokens)
+
+    def gates(self, verdict: BlockVerdict) -> bool:
+        """Whether a connector has just brought the block of ``verdict``, and an output names it as failed."""
+        return self._loads is not None and self._loads.brought.takes(verdict)
+
+    def leaves(self) -> None:
+        """The output of the step leaves next."""
+        if self._loads is not None:
+            self._loads.brought.late()
 
     @property
     def word(self) -> Mark:

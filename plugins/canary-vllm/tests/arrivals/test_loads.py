@@ -316,13 +316,16 @@ def arrivals(guarded: Guarded) -> list[Any]:
 @pytest.mark.xdist_group("processes")
 def test_the_v2_runner_is_told_as_well():
     """In a process of its own, with Triton's interpreter: clean reloads are silent, a flip is named, whether blocks
-    come while the forward runs or steps before."""
+    come while the forward runs or steps before. With protect an answer is computed from what was found in neither."""
     told = told_by("v2_loads_script")
     assert told["runner"] == "vllm.v1.worker.gpu.model_runner"
     assert told["trouble"] == []
     assert all(told["same"])
     assert told["matched"] > told["loads"] > 10
     assert told["found"] == [["ARRIVAL", 1, "v", 0, "HostStore"]] * 2
+    assert told["wrong"] == [False, False]
+    assert told["right"] == [True, True]
+    assert told["recomputed"] == ["ill0-0", "ill0-1", "ill2-0", "ill2-1"]
 
 
 def test_kv_of_older_weights_that_a_connector_brings_is_told_with_the_update(engine, store):

@@ -1,5 +1,5 @@
-"""`vllm serve`, as a client sees it: answers streamed over HTTP to the `openai` package, while bits flip in KV that nobody
-reads. Prints one line of JSON.
+"""vLLM's server, as a client sees it: answers streamed over HTTP to the `openai` package, while bits flip in KV that
+nobody reads. Prints one line of JSON.
 
     CANARY_PLUGINS=vllm CANARY_ON_VIOLATION=protect python -m vllm_on_cpu.client_script [ROUNDS [RANKS]]
 """
@@ -27,15 +27,15 @@ OURS = "canary = canary_vllm.plugin:start\n[canary]\nvllm = canary_vllm.plugin\n
 
 
 def folder() -> str:
-    """The model's: random weights, with which answers depend on what attention reads, and a tokenizer of whole words."""
+    """The model's: random weights, so that answers depend on what attention reads, and a tokenizer of whole words."""
+    from bugs.live.sglang_weights_kept import checkpoint
     from safetensors.torch import save_file
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
-    from vllm_on_cpu import models
 
-    from bugs.live.sglang_weights_kept import checkpoint
+    from vllm_on_cpu import models
 
     made = Path(models.folder("llama", Path(tempfile.mkdtemp(prefix="canary-client-"))))
     save_file(checkpoint(SimpleNamespace(**models.COMMON, **models.LLAMA), seed=1), made / "model.safetensors")
@@ -46,7 +46,7 @@ def folder() -> str:
 
 
 class Server:
-    """`vllm serve` in processes of its own. ``flips``: the folder that `flipper` looks into."""
+    """vLLM's server in processes of its own, as `vllm serve` makes them. ``flips``: the folder that `flipper` looks into."""
 
     def __init__(self, ranks: int) -> None:
         from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS

@@ -1,5 +1,5 @@
-"""A plugin of vLLM's, for `client_script`: flips bits in a worker's own KV cache when a file asks for it. Knows nothing of
-Canary."""
+"""A plugin of vLLM's, for `client_script`: flips bits in a worker's own KV cache when a file asks for it. Nothing of
+Canary is used."""
 
 import os
 import random

@@ -12,7 +12,8 @@ import vllm_on_cpu.v2_script  # noqa: F401  (sets what must be set before Triton
 
 
 def main() -> None:
-    """Clean reloads, while the forward runs and steps before; then one with a flipped bit in the last layer's V."""
+    """Clean reloads, while the forward runs and steps before; then one with a flipped bit in the last layer's V; then
+    the same with all signs flipped, where what is found is not served."""
     import torch
 
     from vllm_on_cpu import guarded, host_store
@@ -43,6 +44,20 @@ def main() -> None:
         stats = guard.canary.stats()
         told["found"] = [[v.kind.name, v.layer, v.half, v.position, v.origin] for v in guard.findings.violations]
     told["matched"], told["loads"] = stats["ledger_matched"], loads
+    for layer_of_model in engine.runner.get_model().model.layers:
+        # Answers depend on all of the prompt.
+        layer_of_model.input_layernorm.weight.data.fill_(1000)
+    engine.core.vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    told["wrong"], told["right"] = [], []
+    for value, answers in (("report", told["wrong"]), ("protect", told["right"])):
+        host_store.STORE.__init__()
+        with guarded.guard(engine, ledger_private="HostStore", read_check=0, on_violation=value) as guard:
+            first = engine.serve(asked, 4, "first")
+            host_store.STORE.fault = lambda prefix, name, data: -data if name == layer else data
+            for steps in (0, 2):
+                host_store.STORE.wait_steps = steps
+                answers.append(engine.serve(asked, 4, f"ill{steps}") == first)
+    told["recomputed"] = sorted(event.fields["request"] for event in guard.findings.told("recomputed"))
     print(json.dumps(told))
     sys.stdout.flush()
     os._exit(0)

@@ -1,5 +1,6 @@
 """`Ledger`: keeps fingerprints of stored KV under each prefix, and judges bytes that come back."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -171,6 +172,12 @@ class Ledger:
             apply = partial(self._land, landed, rows, tuple(ready))
             self._workspace.queue.put_arrival(apply, arrival.slots, rows)
 
+    def awaits(self, arrival: Arrival) -> bool:
+        """Whether the verdict on ``arrival``, whose bytes are there, is still on its way to the host; never once Canary
+        is off. Before, `SlotEvents.settle` must have ended the wait of `arrive`, and `send` begun the way."""
+        ledger = self._regions.get(arrival.region)
+        return self._switch.enabled and ledger is not None and arrival in ledger.due
+
     def give_up(self, arrival: Arrival) -> None:
         """The bytes of an expected ``arrival`` will not come, or are unknown: the slots are not judged until
         rewritten."""
@@ -312,6 +319,9 @@ class Ledger:
             state = self._workspace.states[region]
             writers = self._facade.writers
             ledger = RegionLedger(state, self._workspace.backend, writers, page_slots, self._size_bytes)
+            if self._config.on_violation != "report":
+                # What is not told is acted on all the same.
+                ledger.most_findings = sys.maxsize
             self._regions[region] = ledger
         if ledger.page_slots != page_slots:
             self._switch.misuse(

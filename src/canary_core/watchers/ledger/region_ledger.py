@@ -36,7 +36,7 @@ from canary_core.watchers.ledger.table import Match, Table
 from canary_core.watchers.ledger.wording import fold, positions
 
 MOST_FINDINGS = 64
-"""Most findings reported by one read; `differing` in the counts has the full number."""
+"""Most findings reported by one read, where nobody acts on findings; `differing` in the counts has the full number."""
 
 SUMS_SHARE = 64
 """The `Doubt` of sums takes one part in so many of the ledger's memory, once there is any. Evicted entries are not in
@@ -91,6 +91,9 @@ class RegionLedger:
         self._awaited: Counter[int] = Counter()
         self._shared: set[str] = set()
         self.counts: Counter[str] = Counter()
+        self.most_findings = MOST_FINDINGS
+        self.due: set[Arrival] = set()
+        """Arrivals whose bytes are there, and whose verdict is not yet on the host."""
 
     def expect(self, arrival: Arrival) -> None:
         """Until the verdict on ``arrival``, or `give_up`: blocks of its prefixes with unknown bytes are no loss, since
@@ -132,6 +135,7 @@ class RegionLedger:
         mine = arrivals.still_expected(state, slots, rows)
         self._backend.adopt(state, torch.where(mine, slots, -1))
         if blocks.count:
+            self.due.add(arrival)
             rewritten = ~blocks.inside(mine).view(blocks.count, self.page_slots).all(1)
             self._gather(blocks.inside(slots), BlockShape(self.page_slots), landed, rewritten)
         self.counts["partial"] += blocks.partial
@@ -152,7 +156,7 @@ class RegionLedger:
             elif landed == BEFORE:
                 self._proofs.remember(rows)
             else:
-                found += self._judge(rows, landed, shared, MOST_FINDINGS - len(found))
+                found += self._judge(rows, landed, shared, self.most_findings - len(found))
         return found, shared
 
     def emptied(self) -> None:
@@ -243,8 +247,10 @@ class RegionLedger:
 
     def _judge(self, rows: Tensor, landed: Landed, shared: list[Origin], most: int) -> list[Violation]:
         arrival, counts = landed.arrival, self.counts
-        if landed.expected and landed.begin + len(rows) == arrival.blocks.count:
-            self.give_up(arrival)
+        if landed.begin + len(rows) == arrival.blocks.count:
+            self.due.discard(arrival)
+            if landed.expected:
+                self.give_up(arrival)
         part = slice(landed.begin, landed.begin + len(rows))
         flags = rows[:, BLOCK_FLAGS]
         rewritten = flags & Block.REWRITTEN != 0

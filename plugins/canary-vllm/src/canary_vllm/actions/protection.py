@@ -17,7 +17,8 @@ MOST_TRIES = 2
 class Protection:
     """Receives verdicts of this process's workers, or of other processes by a `VerdictPipe`, and acts before the
     scheduler takes the output of the verdicts' own step: no token of that step is given out for a request with such KV.
-    ``groups``: the guarded ones. ``tell``: names the engine in an event, and hands the event to all plugins.
+    ``groups``: the guarded ones. ``gated``: whether an output names the block as failed, see `BlockLoads`. ``tell``:
+    names the engine in an event, and hands the event to all plugins.
 
     | ``CANARY_ON_VIOLATION`` | requests that have the block                         | the block                    |
     |-------------------------|------------------------------------------------------|------------------------------|
@@ -26,14 +27,20 @@ class Protection:
     | protect                 | so, if these were computed from KV that was compared | with all that was computed   |
     |                         | before (`Verdict.stands`), or are none; else they end | from it                      |
 
-    Requests ended by vLLM's own ``kv_load_failure_policy`` are left alone.
+    Requests with blocks that a connector failed to load are left to vLLM's own ``kv_load_failure_policy``, where that
+    is right. With protect nothing is loaded for a request that is computed again: the same would come.
     """
 
     def __init__(
-        self, config: CanaryConfig, groups: Callable[[], Iterable[Group]], tell: Callable[[Event], None]
+        self,
+        config: CanaryConfig,
+        groups: Callable[[], Iterable[Group]],
+        gated: Callable[[BlockVerdict], bool],
+        tell: Callable[[Event], None],
     ) -> None:
         self._mode = config.on_violation
         self._groups = groups
+        self._gated = gated
         self._tell = tell
         self._found: list[BlockVerdict] = []
         self._schedulers: dict[int, HashChain] = {}
@@ -48,7 +55,7 @@ class Protection:
     def canary_verdict(self, verdict: Verdict) -> None:
         """In a worker: sends the verdict to the scheduler's process, or keeps the verdict for a scheduler here."""
         found = BlockVerdict.of(verdict, self._groups())
-        if found is None:
+        if found is None or self._gated(found):
             return
         if self.post is not None:
             self.post.put(found)
@@ -78,6 +85,8 @@ class Protection:
         self._schedulers[id(scheduler)] = chain = HashChain()
         if self._mode == "protect":
             self._patches.follow(scheduler.kv_cache_manager.block_pool, "cache_full_blocks", partial(_cached, chain))
+            if getattr(scheduler, "connector", None) is not None:
+                self._patches.wrap(scheduler.connector, "get_num_new_matched_tokens", self._matches)
 
     def left(self, scheduler: Any) -> None:
         """A scheduler has ended."""
@@ -107,8 +116,10 @@ class Protection:
         elif self._found:
             self._found = []
             self._failed(f"{len(self._schedulers)} engines in this process; nothing is done about findings of its own")
-        if found:
-            self._act(scheduler, found, made)
+        brought = getattr(made, "kv_connector_output", None)
+        failed = set(getattr(brought, "invalid_block_ids", None) or ())
+        if found or (failed and self._mode == "protect"):
+            self._act(scheduler, found, failed, made)
 
     def ended(self, outputs: dict[int, Any]) -> None:
         """Adds the ends of requests to the ``outputs`` that the scheduler gives out, by client."""
@@ -120,19 +131,33 @@ class Protection:
             last = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
             client.outputs = [*(client.outputs or ()), last]
 
-    def _act(self, scheduler: Any, found: Sequence[BlockVerdict], made: Any) -> None:
-        manager = scheduler.kv_cache_manager
-        brought = getattr(made, "kv_connector_output", None)
+    def _matches(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def matched(request: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(request, *args, **kwargs)
+            return (0, False) if request.request_id in self._tries else found
+
+        return matched
+
+    def _act(self, scheduler: Any, found: Sequence[BlockVerdict], failed: set[int], made: Any) -> None:
         fails = not getattr(scheduler, "recompute_kv_load_failures", True)
-        failed = getattr(brought, "invalid_block_ids", None) or () if fails else ()
+        again = failed if self._mode == "protect" and not fails else set()
+        found = [*found, *(BlockVerdict("not_loaded", block=block, stands=True) for block in sorted(again))]
+        left = failed if fails else again if recomputes(scheduler) else set()
         concerned = []
         for request in scheduler.running:
-            held = {block for ids in manager.get_block_ids(request.request_id) for block in ids}
+            held = _held(scheduler, request)
             name = Writers.told(request.request_id)
             own = [v for v in found if v.everything or name == v.request or (v.of_all and v.block in held)]
-            # vLLM itself ends a request with a block that was not loaded.
-            if own and held.isdisjoint(failed):
+            if own and (left.isdisjoint(held) or not (fails or left.issuperset(v.block for v in own))):
                 concerned.append((request, own))
+            elif own and not fails:
+                self._left(request, own[0])
+                # Whoever has it, too, must not read it before it is computed again.
+                left = left - held
+        for request in scheduler.requests.values() if again else ():
+            if request not in scheduler.running and not again.isdisjoint(_held(scheduler, request)):
+                # It waits for its load, of which nothing is in the prefix cache yet.
+                self._left(request, found[-1])
         if self._mode != "abort":
             self._evict(scheduler, found)
         ending = []
@@ -152,6 +177,12 @@ class Protection:
             scheduler.finish_requests([r.request_id for r in ending], RequestStatus.FINISHED_ERROR)
             self._ended += ending
         self._tries = {name: tries for name, tries in self._tries.items() if name in scheduler.requests}
+
+    def _left(self, request: Any, verdict: BlockVerdict) -> None:
+        """vLLM itself computes again what ``request`` has from the block of ``verdict`` on."""
+        self._tries.setdefault(request.request_id, 0)
+        about = {"request": Writers.told(request.request_id), **_about(verdict)}
+        self._tell(Event("recomputed", "warning", about))
 
     def _evict(self, scheduler: Any, found: Sequence[BlockVerdict]) -> None:
         pool, chain = scheduler.kv_cache_manager.block_pool, self._schedulers[id(scheduler)]
@@ -177,6 +208,18 @@ def _cached(chain: HashChain, _: Any, request: Any, blocks: Any, *args: Any, **k
     first = kwargs["num_cached_blocks"] if "num_cached_blocks" in kwargs else args[0]
     end = kwargs["num_full_blocks"] if "num_full_blocks" in kwargs else args[1]
     chain.note([block.block_hash for block in blocks[:end]], first)
+
+
+def _held(scheduler: Any, request: Any) -> set[int]:
+    ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    return {block for blocks in ids for block in blocks}
+
+
+def recomputes(scheduler: Any) -> bool:
+    """Whether vLLM's own way to compute a running request's blocks again is right: not with its V2 runner (its issue
+    49250), nor with asynchronous scheduling (45138), where tokens in flight join the answer."""
+    config = scheduler.vllm_config
+    return not (config.scheduler_config.async_scheduling or getattr(config, "use_v2_model_runner", False))
 
 
 def _about(verdict: BlockVerdict) -> dict[str, object]:

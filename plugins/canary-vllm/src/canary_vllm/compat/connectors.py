@@ -26,6 +26,19 @@ def instance() -> Any | None:
     return transfer.get_kv_transfer_group() if transfer.has_kv_transfer_group() else None
 
 
+def ends(connector: Any) -> str:
+    """Name of the connector's function that names requests whose load has ended; older releases have the second."""
+    return "get_transfer_results" if hasattr(connector, "get_transfer_results") else "get_finished"
+
+
+def ended(results: Any, told: Callable[..., set[str]]) -> Any:
+    """``results`` of `ends`, with the names that ``told`` makes of those in there, and of those that failed."""
+    if isinstance(results, tuple):
+        return results[0], told(results[1])
+    results.finished_recving = told(results.finished_recving, results.failed_recving)
+    return results
+
+
 def _offloading(extra: Mapping[str, Any]) -> tuple[bool, bool]:
     return extra.get("spec_name", "CPUOffloadingSpec") != "CPUOffloadingSpec", False
 
