@@ -220,3 +220,20 @@ def test_what_one_rank_finds_is_not_given_out_by_the_other(rank):
     only, also of the one whose outputs vLLM does not take, and every answer is right."""
     told = told_by("protect_script", str(rank), "4", plugins="vllm", CANARY_ON_VIOLATION="protect")
     assert told == {"asked": 4, "right": 4, "wrong": 0, "error": 0}
+
+
+@pytest.mark.xdist_group("processes")
+# By default is what the other test of parked KV has, too.
+@pytest.mark.parametrize("mode", [pytest.param("report", marks=pytest.mark.beyond_ci), "protect"])
+def test_a_client_of_the_server_gets_no_wrong_answer(mode):
+    """Answers streamed to the openai package by two tensor-parallel ranks, while bits flip in one rank's parked KV: many
+    are wrong by default, and with protect each is right."""
+    told = told_by("client_script", "3", "2", plugins="vllm", CANARY_ON_VIOLATION=mode, CANARY_LOG_FORMAT="json")
+    assert told["clean"] == ["answered"] * 6
+    assert told["flips"] > 50
+    if mode == "report":
+        assert told["wrong"] > 6
+        assert told["events"]["incident"] > 0
+    else:
+        assert (told["right"], told["wrong"], told["error"]) == (18, 0, 0)
+        assert told["events"]["recomputed"] > 0

@@ -46,7 +46,7 @@ def folder() -> str:
 
 
 class Server:
-    """vLLM's server in processes of its own, as `vllm serve` makes them. ``flips``: the folder that `flipper` looks into."""
+    """vLLM's server in processes of its own, as of `vllm serve`. ``flips``: the folder that `flipper` looks into."""
 
     def __init__(self, ranks: int) -> None:
         from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS
@@ -134,7 +134,7 @@ async def serve(server: Server, rounds: int) -> dict[str, Any]:
     prompts = [[draw.randrange(3, 500) for _ in range(TOKENS)] for _ in range(PROMPTS)]
     first = await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
     right = ["".join(parts) for _, parts, _ in first]
-    told: dict[str, Any] = {"right": 0, "wrong": 0, "error": 0, "given_before_an_error": 0, "flips": 0, "errors": []}
+    told: dict[str, Any] = {"right": 0, "wrong": 0, "error": 0, "flips": 0, "errors": []}
     told["clean"] = [ended for ended, _, _ in first]
     for _ in range(rounds):
         told["flips"] += server.flip()
