@@ -245,6 +245,12 @@ class Canary:
         if self._switch.put_off is not None:
             self._switch.put_off()
 
+    def guard_weights(self, model: torch.nn.Module) -> None:
+        """With ``CANARY_WEIGHTS``: compares the parameters of ``model`` with their present bytes from now on. Again,
+        after each update that may bypass version counters: takes them anew. Between forwards, never captured."""
+        if self.step.weights is not None and self.enabled:
+            self.step.weights.guard(model)
+
     def drain(self) -> None:
         """Waits for the device and reports everything found so far. For shutdown and tests: it synchronizes.
 
