@@ -114,9 +114,9 @@ def test_a_flip_in_each_of_twenty_parameters_is_named():
         if not parameter.is_contiguous():
             number = element % parameter.shape[0] * parameter.shape[1] + element // parameter.shape[0]
         expected[name] = number, value(parameter, before), value(parameter, after)
-    rounds = g.canary.stats()["weights_rounds"]
+    rounds = g.canary.scrub_stats()["weights_rounds"]
     g.forwards(1)
-    assert g.canary.stats()["weights_rounds"] == rounds + 1
+    assert g.canary.scrub_stats()["weights_rounds"] == rounds + 1
     assert {v.source.split(" (")[0]: (v.element, v.old, v.new) for v in g.told} == expected
     assert all(", bit " in v.detail for v in g.told)
     g.forwards()
@@ -265,7 +265,7 @@ def test_memory_that_is_gone_is_not_read():
     del g.model.layers[3]
     g.forwards()
     assert g.violations == []
-    stats = g.canary.stats()
+    stats = g.canary.scrub_stats()
     assert stats["weights_left_out"] >= 8
     flip(g.model.layers[2].fp32, 8, 8)
     g.forwards()
@@ -275,7 +275,7 @@ def test_memory_that_is_gone_is_not_read():
 def test_tied_parameters_count_once():
     """Also those that share memory without being one object, whichever of them is updated."""
     g = Serving()
-    stats = g.canary.stats()
+    stats = g.canary.scrub_stats()
     tied = g.model.embedding.weight
     assert stats["weights_bytes"] == sum(t.nbytes for name, t in g.model.state_dict().items() if name != "head.weight")
     other = nn.Linear(64, 90, bias=False)
@@ -283,7 +283,7 @@ def test_tied_parameters_count_once():
     g.model.add_module("other", other)
     g.canary.guard_weights(g.model)
     g.forwards()
-    assert g.canary.stats()["weights_bytes"] == stats["weights_bytes"]
+    assert g.canary.scrub_stats()["weights_bytes"] == stats["weights_bytes"]
     with torch.no_grad():
         other.weight[5, 5] = 3.0
     g.forwards()
@@ -310,7 +310,7 @@ def test_memory_is_a_five_thousandth_of_large_weights():
     """12 bytes for each 64 KiB, beside some fixed ones."""
     model = nn.Linear(4096, 4096, bias=False)
     g = Serving(model)
-    stats = g.canary.stats()
+    stats = g.canary.scrub_stats()
     table = g.canary.step.weights._table
     fixed = table.keys.nbytes + table.found.nbytes
     assert stats["weights_memory_bytes"] - fixed <= 0.0002 * stats["weights_bytes"]
@@ -320,7 +320,7 @@ def test_a_round_takes_several_forwards_where_the_budget_is_small():
     """And its length is told."""
     g = Serving(scrub_budget="64KiB")
     g.forwards(20)
-    stats = g.canary.stats()
+    stats = g.canary.scrub_stats()
     assert stats["weights_rounds"] >= 1
     assert stats["weights_period_s"] > 0
     flip(g.model.layers[3].fp32, 30_000, 30)
@@ -335,7 +335,7 @@ def test_off_costs_nothing():
     flip(g.model.layers[3].fp32, 3, 3)
     g.forwards()
     assert g.violations == []
-    assert not [name for name in g.canary.stats() if name.startswith("weights_")]
+    assert not [name for name in {**g.canary.stats(), **g.canary.scrub_stats()} if name.startswith("weights_")]
 
 
 @pytest.mark.parametrize(("given", "settings", "why"), [
@@ -362,3 +362,50 @@ def test_coverage_of_weights_is_said():
     (event,) = g.findings.told("weights_guarded")
     assert event.fields["parameters"] == event.fields["left_out"] + len(list(model.parameters())) + 4 - 2
     assert "left out: 1 with gaps between its elements" in event.fields["summary"]
+
+
+def test_a_canary_goes_on_where_the_last_one_ended():
+    """As one for each cache of a model does: nothing is read at once, and what changed in between is told."""
+    g = Serving()
+    g.forwards()
+    g.canary.close()
+    flip(g.model.layers[2].fp32, 70, 7)
+    other = Guarded(ToyEngine(slots=256), weights=True, scrub_budget="64MiB")
+    other.canary.guard_weights(g.model, resume=True)
+    other.submit()
+    other.step()
+    (found,) = other.violations
+    assert found.element == 70
+    assert len(other.findings.told("weights_guarded")) == 0
+    other.canary.close()
+    flip(g.model.layers[2].fp32, 90, 7)
+    last = Guarded(ToyEngine(slots=256), weights=True, scrub_budget="64MiB")
+    last.canary.guard_weights(g.model)
+    last.submit()
+    last.step()
+    assert last.violations == []
+
+
+def test_inference_mode_does_not_matter():
+    """Engines serve within the mode, and begin without it. Parameters made within count no versions."""
+    g = Serving()
+    with torch.inference_mode():
+        g.forwards()
+        g.model.layers[1].fp32.mul_(2)
+        g.forwards()
+        flip(g.model.layers[1].fp32, 9, 9)
+        g.forwards()
+    g.forwards()
+    assert [v.element for v in g.told] == [9]
+    with torch.inference_mode():
+        model = Model()
+    other = Serving(model)
+    with torch.inference_mode():
+        other.forwards()
+        model.layers[1].fp32.mul_(2)
+        other.forwards()
+    assert other.violations == []
+    assert other.unsure == 1
+    flip(model.layers[1].fp32, 9, 9)
+    other.forwards()
+    assert [v.element for v in other.told] == [9]

@@ -77,7 +77,8 @@ class Reading:
         """See `Canary.scrub_stats`."""
         if not self._states:
             return {}
-        return self._step.scrub.stats(self._findings.counters[Counter.SCRUBBED_SLOTS])
+        weights = self._step.weights.figures() if self._step.weights is not None else {}
+        return {**self._step.scrub.stats(self._findings.counters[Counter.SCRUBBED_SLOTS]), **weights}
 
     def detection_s(self) -> float | None:
         """See `Canary.detection_s`."""

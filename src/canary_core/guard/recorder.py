@@ -83,6 +83,11 @@ class Recorder:
         if self.weights is not None:
             self.weights.turn(step)
 
+    def close(self) -> None:
+        """Canary is off."""
+        if self.weights is not None:
+            self.weights.close()
+
     def _issue_late(self, view: BatchView) -> None:
         """Issues the record of a forward that may run beside the next one, once the work after the forward was
         issued."""

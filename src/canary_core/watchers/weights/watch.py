@@ -2,8 +2,8 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from typing import Protocol
-from weakref import ref
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -47,6 +47,19 @@ class Budget(Protocol):
         """Bytes allowed for so many forwards."""
 
 
+class Left(NamedTuple):
+    """Everything known of a model's weights when a watch ends, as in `WeightWatch`."""
+
+    parameters: Parameters
+    table: WeightTable
+    told: dict[int, int]
+    next: int
+    rounds: int
+
+
+_left: "WeakKeyDictionary[nn.Module, Left]" = WeakKeyDictionary()
+
+
 class WeightWatch:
     """After a forward: the next chunks of the parameters are compared with the fingerprints, in one launch on the side
     stream. Nothing waits; the host reads the numbers of differing chunks some forwards later.
@@ -85,14 +98,20 @@ class WeightWatch:
         self.unsure = 0
         """Untold changes, perhaps damage, perhaps updates."""
 
-    def guard(self, model: nn.Module) -> None:
-        """From now on the parameters of ``model`` should keep the present bytes. Again: the present bytes are right.
-        Between forwards, never captured."""
-        if not any(known() is model for known in self._models):
-            self._models.append(ref(model))
-            self._lay_out()
-        else:
+    def guard(self, model: nn.Module, resume: bool = False) -> None:
+        """From now on the parameters of ``model`` should keep the present bytes; ``resume``: the bytes as of the last
+        watch over this model, since closed. Again: the present bytes are right. Between forwards, never captured."""
+        if any(known() is model for known in self._models):
             self.changed()
+            return
+        left = _left.pop(model, None) if resume and not self._models else None
+        self._models.append(ref(model))
+        if left is None or left.table.fingerprints.device != self._workspace.device:
+            self._lay_out()
+            return
+        self._parameters, self._table, self._told = left.parameters, left.table, left.told
+        self._next, self.rounds, self._laid_out = left.next, left.rounds, True
+        self._began_s = None
 
     def changed(self) -> None:
         """The engine has, or may have, updated weights: the content is taken anew from the next forward's end on."""
@@ -119,21 +138,35 @@ class WeightWatch:
                 while self._advance():
                     pass
 
-    def stats(self) -> dict[str, float]:
-        """Figures by name, without zeros and unknown ones."""
-        table = self._table
+    def close(self) -> None:
+        """The Canary ends. The next one over the same model may go on from here."""
+        model = self._models[0]() if len(self._models) == 1 else None
+        if model is not None and self._table is not None and not self._stale:
+            self._workspace.join()
+            _left[model] = Left(self._parameters, self._table, self._told, self._next, self.rounds)
+        self._models.clear()
+        self._table = None
+
+    def stats(self) -> dict[str, int]:
+        """Counts by name, without zeros."""
         told = {
-            "weights_parameters": self._parameters.parameters,
-            "weights_bytes": table.guarded_bytes if table is not None else 0,
-            "weights_memory_bytes": table.memory_bytes if table is not None else 0,
             "weights_compared_chunks": self.compared_chunks,
-            "weights_rounds": self.rounds,
-            "weights_period_s": self.period_s or 0.0,
             "weights_renewed": self.renewed,
             "weights_unsure": self.unsure,
-            "weights_left_out": len(self._left_out()),
         }
         return {name: number for name, number in told.items() if number}
+
+    def figures(self) -> dict[str, float]:
+        """The present state by name, without unknown figures."""
+        table = self._table
+        told: dict[str, float] = {
+            "weights_parameters": self._parameters.parameters if table is not None else 0,
+            "weights_bytes": table.guarded_bytes if table is not None else 0,
+            "weights_memory_bytes": table.memory_bytes if table is not None else 0,
+            "weights_left_out": len(self._left_out()),
+            "weights_rounds": self.rounds,
+        }
+        return told if self.period_s is None else {**told, "weights_period_s": self.period_s}
 
     @torch.inference_mode(False)
     def _lay_out(self) -> None:
