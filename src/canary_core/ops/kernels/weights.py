@@ -79,11 +79,12 @@ def fold(address, size, p_keys, WORDS: tl.constexpr):
             m = o_word < whole
             key = tl.load(p_keys + o_word, mask=m, other=0)
             total += bytes_of(address, o_word, m, 4).to(tl.uint64) * key.to(tl.uint64, bitcast=True)
-    # The last word may be short.
-    o_last = whole + tl.arange(0, WORDS)
-    m = (o_last == whole) & (size % 4 > 0)
-    key = tl.load(p_keys + o_last, mask=m, other=0)
-    total += bytes_of(address, o_last, m, size % 4).to(tl.uint64) * key.to(tl.uint64, bitcast=True)
+    if size % 4 > 0:
+        # The last word is short.
+        o_last = whole + tl.arange(0, WORDS)
+        m = o_last == whole
+        key = tl.load(p_keys + o_last, mask=m, other=0)
+        total += bytes_of(address, o_last, m, size % 4).to(tl.uint64) * key.to(tl.uint64, bitcast=True)
     return tl.sum(total, 0).to(tl.int64, bitcast=True) + tl.load(p_keys + SALT)
 
 
