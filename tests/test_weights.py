@@ -8,8 +8,11 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from canary_core import Kind
+from canary_core.desk.cli.app import app
+from canary_core.desk.metrics.readings import MetricReading
 
 BITS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 """Unsigned numbers by their bytes."""
@@ -124,6 +127,24 @@ def test_a_flip_in_each_of_twenty_parameters_is_named():
     assert g.unsure == 0
     assert g.findings.told("incident")
     g.canary.close()
+
+
+def test_an_incident_of_weights_is_diagnosed_and_kept(tmp_path):
+    """As any other: with a bundle, an explanation and metrics."""
+    g = Serving(None, incident_dir=str(tmp_path))
+    flip(g.model.layers[2].bf16, 70, 9)
+    g.forwards()
+    g.canary.close()
+    (diagnosis,) = g.findings.told("diagnosis")
+    assert "flipped_bit" in str(diagnosis.fields)
+    assert g.findings.told("bundle_failed") == g.findings.told("diagnosis_failed") == []
+    (bundle,) = [path for path in tmp_path.iterdir() if path.suffix == ".json" or path.is_dir()]
+    shown = CliRunner().invoke(app, ["explain", str(bundle)])
+    assert shown.exit_code == 0, shown.output
+    assert "layers.2.bf16" in shown.output
+    reading = MetricReading.of(g.canary)
+    assert reading.violations["weights", "weights"] == 1
+    assert reading.weights_period_s is not None
 
 
 def test_a_second_flip_of_the_same_parameter_is_told_and_the_first_undone_is_not():
