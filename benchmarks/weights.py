@@ -1,8 +1,8 @@
 """``python -m benchmarks.weights``: what the comparison of weights costs, and how soon a flipped bit of one is told.
 
 Weights of Llama-8B's size and shapes beside a small pool, and decodes at an engine's pace (see `benchmarks.flips`),
-with ``CANARY_WEIGHTS`` on. First the launch alone, over all chunks; then bits flip in random parameters, past torch, and
-the clock runs until each is told. Ends with 1 if a bit was not told, or anything else was.
+with ``CANARY_WEIGHTS`` on. First the launch alone, over all chunks; then bits flip in random parameters, past torch,
+and the clock runs until each is told. Ends with 1 if a bit was not told, or anything else was.
 """
 
 import argparse
