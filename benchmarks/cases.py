@@ -216,6 +216,10 @@ CASES: dict[str, Case] = {
             "note/8192", "8192 slots were copied to others: their histories", ("note",), Shape(2, 4096, sets=16),
         ),
         Case(
+            "compare_weights/268MB", "compare 268 MB of weights, 128 tensors of 32 layers, in chunks of 64 KiB",
+            ("compare_weights",), Shape(16, 64, layers=32, spare_slots=1024), layout="llama", quick=True,
+        ),
+        Case(
             "baseline/llama", "baseline: fingerprint a pool of 32 layers × K+V × 2048 B at attach", ("baseline",),
             Shape(16, 2048, layers=32), layout="llama", quick=True,
         ),

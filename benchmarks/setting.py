@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.repair_rows import REPAIR_WORDS
 from canary_core.ops.state import RegionState, Shared
+from canary_core.ops.weights import WeightRange, WeightTable
 from canary_core.records import (
     BLOCK_VALUES,
     PLAN_WORDS,
@@ -76,6 +78,9 @@ class Forward:
             backend.gather_blocks(state, slots, BlockShape(BLOCK_SLOTS), rows, 0)
         elif op == "repair":
             backend.repair(state, self._asked(state))
+        elif op == "compare_weights":
+            table = weight_table(state)
+            backend.compare_weights(state, table, 0, table.chunks)
         elif op in ("scrub", "baseline"):
             getattr(backend, op)(state)
         else:
@@ -233,6 +238,7 @@ class Setting:
                 "gather_blocks": reads * (8 + SECTOR_BYTES + prints * (1 + 1 / BLOCK_SLOTS)),
                 **dict.fromkeys((*EVENTS, *CACHE_EVENTS), reads * (8 + 2 * SECTOR_BYTES + history)),
                 "note": reads * (2 * 8 + history),
+                "compare_weights": sum(source.tensor.nbytes for source in state.region.sources),
                 "baseline": state.region.slots * (prints + state.sources.slot_bytes),
             }[op]
         )
@@ -299,6 +305,21 @@ def _scratch(state: RegionState, batch: BatchView) -> RegionState:
     # Launches on the original know its addresses.
     view.launches = LaunchCache()
     return view
+
+
+def weight_table(state: RegionState) -> WeightTable:
+    """The memory of the region's sources as if it were a model's weights, once for each state."""
+    known = _weight_tables.get(state)
+    if known is None:
+        tensors = [source.tensor.view(torch.uint8).view(-1) for source in state.region.sources]
+        ranges = [WeightRange(tensor.data_ptr(), tensor.nbytes, tensor.detach) for tensor in tensors]
+        known = _weight_tables[state] = WeightTable(ranges, state.records.device)
+        # Where a comparison of two states looks.
+        known.fingerprints = state.chains.view(-1)[: known.chunks]
+    return known
+
+
+_weight_tables: "WeakKeyDictionary[RegionState, WeightTable]" = WeakKeyDictionary()
 
 
 def flat(values: Tensor) -> Tensor:

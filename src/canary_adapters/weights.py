@@ -120,7 +120,9 @@ class WeightLoads:
     def __init__(self, canary: Canary, model: nn.Module) -> None:
         self._canary = canary
         self._weights = WatchedWeights(model)
+        self._model = ref(model)
         self._inside = False
+        canary.guard_weights(model)
 
     def follow(self, patches: Patches, owner: Any, *names: str) -> None:
         """Follows the functions ``names`` of ``owner``, as far as there are such."""
@@ -146,6 +148,10 @@ class WeightLoads:
             with self._canary.guard("weights"):
                 if self._weights.compare():
                     self._canary.step.weights_changed(how)
+                model = self._model()
+                if model is not None:
+                    # Elements beside the grid may have changed, too.
+                    self._canary.guard_weights(model)
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)

@@ -48,6 +48,9 @@ class Event:
     | weights_changed     | the engine computes with other weights: how, the how manieth change; told at 1, 2, 4.. |
     | scales_changed      | a layer's KV is quantized by another scale than before: layer, scale, old and new      |
     | weights_unwatched   | changes of some parameters, or of all, are not looked for, and why                     |
+    | weights_guarded     | the parameters compared with ``CANARY_WEIGHTS``: how many, bytes, and what is left out |
+    | weights_unguarded   | ``CANARY_WEIGHTS`` is on, and no byte of weights is compared: why                      |
+    | weights_unsure      | weights changed, perhaps by an update untold by anybody; told at 1, 2, 4..: the names  |
     | paused              | somebody has paused the guard: forwards are not checked until resumed                  |
     | resumed             | the guard goes on; the slots of then are not judged until written again                |
     | summary             | once, at close or at the process's exit: everything checked and found, and zeros       |

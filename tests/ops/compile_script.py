@@ -35,13 +35,15 @@ from canary_core.ops.kernels import (
     stores,
     tables,
     verify,
+    weights,
 )
 from canary_core.ops.repair_rows import REPAIR_WORDS
+from canary_core.ops.weights import WeightRange, WeightTable
 from canary_core.records import BLOCK_VALUES
 
 ROOMS = (
     check, read_check, fingerprint, fingerprint_record, lifetime, record, scrub, verify, stores, block_kernels,
-    histories, tables, repair,
+    histories, tables, repair, weights,
 )  # fmt: skip
 EVENTS = ("alloc", "park", "share", "evict", "free")
 
@@ -83,6 +85,10 @@ def compile_all(s: Scenario) -> None:
         getattr(backend, op)(state, *ownership(s))
     backend.note(state, *notes(s))
     backend.repair(state, torch.zeros((1, REPAIR_WORDS), dtype=torch.int64))
+    content = torch.zeros(300, dtype=torch.uint8)
+    backend.compare_weights(
+        state, WeightTable([WeightRange(content.data_ptr(), 300, lambda: content)], content.device), 0, 2
+    )
     backend.compare_tables(state, read_table(s, batch, table), (0, 0, 0), True)
     for block, slots in blocks(s, table):
         rows = torch.zeros((block.blocks(len(slots)), BLOCK_VALUES + len(state.sources)), dtype=torch.int64)

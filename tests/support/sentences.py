@@ -39,6 +39,14 @@ VARIANTS = (
     {**KNOWN, "identity": "at position 9 the encoder's states #0a1b2c3d", "stored_identity": "the encoder's states #1"},
     *({**KNOWN, "rule": rule} for rule in ("nothing_came", "left_out", "another_sequence", "another_identity")),
     {**KNOWN, "stored_value": None, "token": None, "stored_token": None, "stored_position": 9},
+    {
+        **KNOWN,
+        "source": "layers.3.up.weight",
+        "element": 70,
+        "old": "1 (0x3f80)",
+        "new": "-1 (0xbf80)",
+        "detail": "[1, 6]",
+    },
     {**KNOWN, "request": "bob", "source": None, "page": None, "stored_position": 9},
 )
 

@@ -226,8 +226,8 @@ def test_what_one_rank_finds_is_not_given_out_by_the_other(rank):
 # By default is what the other test of parked KV has, too.
 @pytest.mark.parametrize("mode", [pytest.param("report", marks=pytest.mark.beyond_ci), "protect"])
 def test_a_client_of_the_server_gets_no_wrong_answer(mode):
-    """Answers of two tensor-parallel ranks, streamed to the openai package, while bits flip in one rank's parked KV: many
-    are wrong by default, and with protect each is right."""
+    """Answers of two ranks, streamed to the openai package, while bits flip in one rank's parked KV: many are wrong by
+    default, and with protect each is right."""
     told = told_by("client_script", "3", "2", plugins="vllm", CANARY_ON_VIOLATION=mode, CANARY_LOG_FORMAT="json")
     assert told["clean"] == ["answered"] * 6
     assert told["flips"] > 50

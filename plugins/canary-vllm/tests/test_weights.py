@@ -1,5 +1,6 @@
 """Weights that change in a running vLLM: what running requests go on with is no finding; a hit from before is one."""
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -71,3 +72,35 @@ def test_a_hit_from_before_a_load_is_told_once_for_each_request(engine, model):
             (Kind.PREFIX, 0, "turn-3"),
         ]
         assert {v.identity for v in found} == {"the weights of change 1 (load_weights)"}
+
+
+@ONLY
+def test_a_flipped_bit_of_a_parameter_is_named(engine, model):
+    """Past torch, between two requests: by name, element, old and new value, once. What the engine loads before and
+    after it through its own functions is no alarm, and neither is what is written past torch's counters."""
+    small = engine.small
+    name, weight = max(model.named_parameters(), key=lambda one: one[1].numel())
+    with guarded.guard(small, read_check=0, scrub_budget="64MiB", weights=True) as guard:
+        guarded.traffic(small, 1, "before", 8)
+        train(model)
+        guarded.traffic(small, 1, "trained", 8)
+        everything = [(name, p.detach() * 0.99) for name, p in model.named_parameters()]
+        with torch.no_grad():
+            small.runner.reload_weights(weights_iterator=iter(everything), is_checkpoint_format=False)
+        guarded.traffic(small, 1, "reloaded", 8)
+        for parameter in model.parameters():
+            parameter.data.mul_(1.01)
+        guarded.traffic(small, 1, "in place", 8)
+        assert guard.canary.stats()["weights_unsure"] >= 1
+        assert [v for v in guard.findings.violations if v.kind is Kind.WEIGHTS] == []
+        before = weight.detach().flatten()[4095].item()
+        ctypes.c_uint32.from_address(weight.data_ptr() + 4 * 4095).value ^= 1 << 22
+        guarded.traffic(small, 2, "flipped", 8)
+        (found,) = [v for v in guard.findings.violations if v.kind is Kind.WEIGHTS]
+        after = weight.detach().flatten()[4095].item()
+        assert (found.source.split(" (")[0], found.element) == (name, 4095)
+        assert found.old.startswith(f"{before:.6g} (0x")
+        assert found.new.startswith(f"{after:.6g} (0x")
+        assert guard.canary.scrub_stats()["weights_rounds"] >= 4
+        (event,) = guard.findings.told("weights_guarded")
+        assert event.fields["left_out"] == 0

@@ -172,6 +172,11 @@ class CanaryConfig(BaseSettings):
         "groups of layers take turns on the same memory, slots are looked at as they are handed out, too, so that a "
         "lost write is found whichever group had them before.",
     )
+    weights: bool = Field(
+        default=False,
+        description="The parameters of the model are compared with what they were, some after each forward, as many "
+        "bytes as CANARY_SCRUB_BUDGET gives to slots, beside these. Takes 12 bytes for each 64 KiB of weights.",
+    )
     hit_check: bool = Field(
         default=False,
         description="Bytes that a prefix hit shares are compared once, when they are shared, where the engine's plugin "

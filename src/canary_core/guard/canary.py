@@ -245,6 +245,12 @@ class Canary:
         if self._switch.put_off is not None:
             self._switch.put_off()
 
+    def guard_weights(self, model: torch.nn.Module, resume: bool = False) -> None:
+        """With ``CANARY_WEIGHTS``: compares the parameters of ``model`` with the present bytes from now on (``resume``:
+        with those of the model's last Canary). Again, after an update past version counters: takes the bytes anew."""
+        if self.step.weights is not None and self.enabled:
+            self.step.weights.guard(model, resume)
+
     def drain(self) -> None:
         """Waits for the device and reports everything found so far. For shutdown and tests: it synchronizes.
 

@@ -245,6 +245,7 @@ class Forward:
 
     def close(self) -> None:
         """Canary is off: no view is kept."""
+        self._recorder.close()
         self.view = self.last_view = None
 
 

@@ -45,6 +45,7 @@ class Reading:
             **found.audit.counts,
             **step.tables.stats(),
             **step.stores.stats(),
+            **(step.weights.stats() if step.weights is not None else {}),
             **{name: number for name, number in self.left_out().items() if number},
             **(found.repairs.stats() if found.repairs is not None else {}),
             **found.alarm.stats(),
@@ -77,7 +78,8 @@ class Reading:
         """See `Canary.scrub_stats`."""
         if not self._states:
             return {}
-        return self._step.scrub.stats(self._findings.counters[Counter.SCRUBBED_SLOTS])
+        weights = self._step.weights.figures() if self._step.weights is not None else {}
+        return {**self._step.scrub.stats(self._findings.counters[Counter.SCRUBBED_SLOTS]), **weights}
 
     def detection_s(self) -> float | None:
         """See `Canary.detection_s`."""

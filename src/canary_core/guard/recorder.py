@@ -1,16 +1,20 @@
 """`Recorder`: launches after a forward: its fingerprints, its records, and the next stretch of the scrub."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.guard.fingerprint_schedule import FingerprintSchedule
 from canary_core.guard.overhead import Overhead
-from canary_core.guard.scrub import Scrub
+from canary_core.guard.scrub import Pace, Scrub
 from canary_core.ops.state import RegionState
 from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.watchers.stores import StoreCheck
 from canary_core.watchers.tables import TableCheck
+
+if TYPE_CHECKING:
+    from canary_core.watchers.weights import WeightWatch
 
 MOST_LATE_BYTES = 64 << 20
 """Most bytes written by a forward whose record may run beside the next one: a short read of memory hides there. A
@@ -44,6 +48,8 @@ class Recorder:
         self._token_bytes = sum(s.sources.slot_bytes / s.region.tokens_per_slot for s in self._states.values())
         self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
         """The slow walk over all slots."""
+        self.weights = _weights(workspace, switch, self.scrub.pace)
+        """Compares the model's parameters; None without ``CANARY_WEIGHTS``."""
         self.captured = False
         """Whether a CUDA graph contains Canary's work: its launches are always the same."""
         self.much = False
@@ -70,6 +76,17 @@ class Recorder:
         else:
             with self._workspace.beside(beside), self.overhead.device(self.captured):
                 self._issue(view, beside)
+
+    def ended(self, step: int) -> None:
+        """Host only, never captured: the ``step``-th forward ended, on the current stream."""
+        self._tables.ended()
+        if self.weights is not None:
+            self.weights.turn(step)
+
+    def close(self) -> None:
+        """Canary is off."""
+        if self.weights is not None:
+            self.weights.close()
 
     def _issue_late(self, view: BatchView) -> None:
         """Issues the record of a forward that may run beside the next one, once the work after the forward was
@@ -124,3 +141,11 @@ class Recorder:
         if first is not None:
             proof.compare(state, first)
         backend.record(state, view, table)
+
+
+def _weights(workspace: Workspace, switch: Switch, pace: Pace) -> "WeightWatch | None":
+    if not (workspace.config.weights and switch.enabled):
+        return None
+    from canary_core.watchers.weights import WeightWatch
+
+    return WeightWatch(workspace, switch, pace)

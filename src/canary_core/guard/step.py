@@ -84,6 +84,8 @@ class Step:
         self._recorder = Recorder(workspace, switch, self.overhead, self.tables, self.stores)
         self.scrub = self._recorder.scrub
         findings.alarm.probe = self.scrub.probe
+        self.weights = self._recorder.weights
+        """Whether the model's parameters keep their bytes; None without ``CANARY_WEIGHTS``."""
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         self._pause = Pause(slots, canary.sampled, self.tables, self.watchdog, switch)
         self._forward = Forward(canary, switch, slots, self._recorder, self.watchdog)
@@ -371,7 +373,7 @@ class Step:
             if interval and self.ends % interval == 0:
                 self._canary.tell_stats()
             self.overhead.step()
-            self.tables.ended()
+            self._recorder.ended(forward.number)
         except Exception as error:
             self._switch.fail("step.end", error)
 
@@ -401,9 +403,9 @@ class Step:
 
     def weights_changed(self, how: str, since: int | None = None, lora: str | None = None) -> None:
         """The engine computes with other weights from the next forward on, or with another content of the adapter
-        ``lora``, named as for `Writers.identify`. A request that begins later and hits a
-        prefix from before is a `prefix` finding; what running requests go on with is the engine's policy. Tells
-        ``weights_changed``, but in an engine that learns ever more rarely. Between forwards, never captured.
+        ``lora``, named as for `Writers.identify`. A request that begins later and hits a prefix from before is a
+        `prefix` finding; what running requests go on with is the engine's policy. Tells ``weights_changed``, but in an
+        engine that learns ever more rarely. Between forwards, never captured.
 
         ``how``: what changed the weights, for findings: the engine's function. ``since``: a forward
         known to have run before the change, by `Canary.forwards`; None for all that are recorded so far, for which the
@@ -411,6 +413,8 @@ class Step:
         if not self._switch.enabled:
             return
         with self._switch.guard("step.weights_changed"):
+            if self.weights is not None and lora is None:
+                self.weights.changed()
             if since is None:
                 self._workspace.join()
                 since = int(self._workspace.shared.clock[Clock.STEP])

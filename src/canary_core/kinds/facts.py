@@ -13,7 +13,8 @@ class Facts:
     names the broken rule of the cache's structure, ``detail`` says how. ``origin`` brought bytes with differences in
     ``sources``. ``identity``: of the reading request, in words (`Identities`), where the content was computed for
     another one, ``stored_identity``. ``arrived``: the content was copied or loaded into the slot and written elsewhere.
-    ``window``: the region is a sliding window's, with slots of its own.
+    ``window``: the region is a sliding window's, with slots of its own. ``element``: of the parameter ``source``, its
+    number; the value was ``old`` and is ``new``, each with its bits.
     """
 
     kind: Kind
@@ -47,6 +48,9 @@ class Facts:
     identity: str | None = None
     stored_identity: str | None = None
     window: bool | None = None
+    element: int | None = None
+    old: str | None = None
+    new: str | None = None
 
     def words(self) -> dict[str, object]:
         """Parts of sentences by name, for `Sentence.text`. The part for an unknown request, slot or step says so or is
@@ -77,6 +81,9 @@ class Facts:
             "table": self.detail or "a table of the attention backend",
             "kept": counted("slot", self.stored_value, "another"),
             "off": self._off(),
+            "parameter": f"parameter {self.source}" if self.source else "a parameter whose name is not known",
+            "was": self.old or "another value",
+            "is_now": self.new or "changed",
             "detail": self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             "v": self,
         }

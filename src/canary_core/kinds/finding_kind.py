@@ -38,6 +38,7 @@ class Wrong(Enum):
     WRITE = "A write went wrong"
     ALLOCATOR = "The allocator or the prefix cache made a mistake"
     CACHE = "The prefix cache contradicts itself"
+    WEIGHTS = "A parameter of the model changed, and nobody updated it"
     ARRIVAL = "KV comes back wrong from host memory, a disk, another engine"
 
 

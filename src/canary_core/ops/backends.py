@@ -15,6 +15,7 @@ from canary_core.ops.state import RegionState
 if TYPE_CHECKING:
     from canary_core.ops.blocks import BlockShape
     from canary_core.ops.compile_process import CompileProcess
+    from canary_core.ops.weights import WeightTable
     from canary_core.read_table import ReadTable
 
 BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
@@ -29,7 +30,8 @@ class Backend:
     where one word of a parked slot was flipped; `note`
     where the content of slots changes without a forward; `gather_blocks` for the ledger; `compare_tables` once
     attention has its tables (last argument: whether to wait for a compiler; returns whether the op was launched);
-    `note_store` after a layer has stored its KV, and `compare_stores` before `record`."""
+    `note_store` after a layer has stored its KV, and `compare_stores` before `record`; `compare_weights` after a
+    forward."""
 
     name: str
     baseline: Callable[[RegionState], None]
@@ -52,6 +54,7 @@ class Backend:
     compare_tables: Callable[[RegionState, "ReadTable", Sequence[int], bool], bool]
     note_store: Callable[[RegionState, BatchView, Sequence[int]], None]
     compare_stores: BatchOp
+    compare_weights: "Callable[[RegionState, WeightTable, int, int], None]"
     row_steps: tuple[int, ...] = ()
     """Upper bounds of rows: batches up to the same bound share compiled kernels; empty where nothing is compiled."""
     compile_together: Callable[[Callable[[], None]], None] | None = None
@@ -114,6 +117,7 @@ _FILES = {
     "compare_tables": "tables",
     "note_store": "stores",
     "compare_stores": "stores",
+    "compare_weights": "weights",
 }
 """Ops, and the file of each in ``ops/torch`` and in ``ops/kernels``."""
 

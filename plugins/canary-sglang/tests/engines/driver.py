@@ -245,6 +245,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         traffic.serve,
         traffic.flush,
         weights.serve_through_updates,
+        weights.flip_a_weight,
+        weights.update_past_torch,
         storms.storm,
         storms.storm_overlapped,
         inspection.findings,

@@ -1,5 +1,6 @@
 """Updates of the weights under running requests."""
 
+import ctypes
 from typing import Any
 
 import torch
@@ -45,3 +46,19 @@ def update(engine: Any) -> None:
     if not done:
         raise RuntimeError(why)
     torch.set_grad_enabled(False)
+
+
+def flip_a_weight(engine: Any, element: int, bit: int) -> dict[str, Any]:
+    """Flips a bit of the largest parameter, past torch; gives its name, and the element's bits before and after."""
+    name, weight = max(engine.runner.model.named_parameters(), key=lambda one: one[1].numel())
+    size = weight.element_size()
+    memory = {2: ctypes.c_uint16, 4: ctypes.c_uint32}[size].from_address(weight.data_ptr() + size * element)
+    before = memory.value
+    memory.value = before ^ 1 << bit
+    return {"name": name, "old": f"(0x{before:0{2 * size}x})", "new": f"(0x{memory.value:0{2 * size}x})"}
+
+
+def update_past_torch(engine: Any) -> None:
+    """All parameters, so that no version counter moves."""
+    for parameter in engine.runner.model.parameters():
+        parameter.data.mul_(1.05)

@@ -134,6 +134,7 @@ class Guard:
             self._blind = True
             emit(Event("hits_unchecked", "error", {"reason": "CANARY_BYTES=off: no bytes are known"}), hooks)
         cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, hooks, self.witness, pad)
+        cache.model = ref(model)
         self._caches.append(cache)
         if self.config.on_violation != "report" and _ranks(model) > 1:
             # One that raised alone would leave the others waiting in their next collective.

@@ -149,6 +149,13 @@ FAMILIES = (
         _one("scrub_period_s"),
         together="max",
     ),
+    Family("weights_bytes", "Bytes of the model's weights that are compared.", _one("weights_bytes")),
+    Family(
+        "weights_period_seconds",
+        "How long one round of the comparison through all weights takes, at the pace of now.",
+        _one("weights_period_s"),
+        together="max",
+    ),
     Family(
         "last_check_timestamp_seconds",
         "When the host last saw that checks go on, as Unix time.",

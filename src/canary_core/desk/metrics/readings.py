@@ -65,6 +65,8 @@ class MetricReading:
     alarm_dead: int | None = None
     last_alarm_test: float | None = None
     repairs: dict[str, int] = field(default_factory=dict)
+    weights_bytes: int | None = None
+    weights_period_s: float | None = None
 
     @classmethod
     def of_nobody(cls, place: Place, config: CanaryConfig) -> "MetricReading":
@@ -92,6 +94,7 @@ class MetricReading:
             "forward_without_view": canary.step.unchecked,
             "paused": canary.step.passed_by,
             "withheld": stats.get("withheld", 0),
+            "weights_unsure": stats.get("weights_unsure", 0),
             **canary.left_out,
         }
         return cls(
@@ -111,7 +114,8 @@ class MetricReading:
             unknown_slots=canary.unknown_slots,
             coverage=canary.coverage.ratio,
             guarded_bytes=canary.coverage.guarded_bytes,
-            memory_bytes=sum(state.memory_bytes for state in canary.states.values()),
+            memory_bytes=sum(s.memory_bytes for s in canary.states.values())
+            + int(scrub.get("weights_memory_bytes", 0)),
             ledger_doubt=canary.ledger_doubt,
             detection_s=canary.detection_s,
             scrub_period_s=scrub.get("scrub_period_s"),
@@ -125,6 +129,8 @@ class MetricReading:
             alarm_dead=stats.get("alarm_dead"),
             last_alarm_test=canary.last_alarm_test,
             repairs=_repairs(stats) if canary.config.repair else {},
+            weights_bytes=int(scrub["weights_bytes"]) if "weights_bytes" in scrub else None,
+            weights_period_s=scrub.get("weights_period_s"),
         )
 
 

@@ -32,6 +32,8 @@ class Reader:
         self._recorder = recorder
         self._scrub = recorder.scrub
         self._audit = audit
+        if recorder.weights is not None:
+            recorder.weights.report = findings.take
         self.late: list[Late] = []
         """Watchers that are read with the counters."""
         self.lookout: Lookout | None = None

@@ -61,6 +61,8 @@ class GuardedCache:
         self._steady: Steady | None = None
         self._ended: Tally[str] = Tally()
         self._cache: Callable[[], Any] = _nothing
+        self.model: Callable[[], Any] = _nothing
+        """Gives the model whose weights are compared."""
         self._over = config.mode == "off"
         self._was_empty = True
         # Of a forward that is issued before it is checked: how many tokens each group will hold after it.
@@ -273,6 +275,7 @@ class GuardedCache:
             self._witness.computed(rows * (end - forward.new))
         self._records.adopt(forward, self._was_empty)
         self._audit(self._records, self._audited_forwards)
+        self._guard_weights(self._records)
         self._settle(cache, views, self._records)
 
     def _record(self, cache: Any, records: CacheRecords, forward: ModelCall) -> None:
@@ -317,7 +320,14 @@ class GuardedCache:
         self._retire()
         self._records, self._cache = records, cache
         self._audit(records, left)
+        self._guard_weights(records)
         return records
+
+    def _guard_weights(self, records: CacheRecords) -> None:
+        """The model's weights are compared from now on; of several caches in turn, the next one goes on."""
+        model = self.model()
+        if model is not None:
+            records.canary.guard_weights(model, resume=True)
 
     def _audit(self, records: CacheRecords, forwards: int) -> None:
         """The next ``forwards`` forwards are audited."""

@@ -1,0 +1,98 @@
+"""`Change`: one chunk of a parameter with other bytes than before, and the word to blame, by fingerprint and bytes."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from canary_core.ops import hashing
+from canary_core.watchers.weights.parameters import Stretch
+
+FEW_ELEMENTS = 16
+"""A smaller parameter, such as a scale, may be given another value by a single word, or a single bit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """A differing chunk of ``stretch``: bytes ``begin`` to ``end``. ``found``: the fingerprint now. ``data``: the bytes
+    now, uint8, on the host. ``word``: index of the only 32-bit word able to explain the change alone, from ``old`` to
+    ``new``; None where several have changed."""
+
+    stretch: Stretch
+    begin: int
+    end: int
+    found: int
+    data: Tensor
+    word: int | None = None
+    old: int = 0
+    new: int = 0
+
+    def solved(self, stored: int) -> "Change":
+        """With `word`, by the fingerprint ``stored`` of before: ``found - stored = (new - old) * key``. By chance, one
+        in 2**17, a word fits where several have changed."""
+        words = words_of(self.data)
+        keys = hashing.keys(len(words))
+        old = words - hashing.signed(self.found - stored) * _inverse(keys)
+        # A 64-bit number, and one of 32 bits only by chance where another word changed.
+        fits = ((old >= 0) & (old <= 0xFFFFFFFF) & (old != words)).nonzero()[:, 0].tolist()
+        if len(fits) != 1:
+            return self
+        return replace(self, word=fits[0], old=int(old[fits[0]]), new=int(words[fits[0]]))
+
+    @property
+    def bit(self) -> int | None:
+        """The only changed bit of the word, None where there are several."""
+        bits = self.old ^ self.new
+        return bits.bit_length() - 1 if self.word is not None and bits & (bits - 1) == 0 else None
+
+    @property
+    def certain(self) -> bool:
+        """Whether no update changes so little: a word, or of a buffer a bit, of many elements."""
+        if self.word is None or self.stretch.elements < FEW_ELEMENTS:
+            return False
+        return self.bit is not None or not self.stretch.buffer
+
+    def element(self) -> tuple[int, tuple[int, ...], str, str]:
+        """The first changed element: number, indices, old and new value, both values with the bits."""
+        size = self.stretch.dtype.itemsize
+        unit, word = max(size, 4), (self.word or 0) * 4
+        first = word // unit * unit
+        now = self.data[first : first + unit].clone()
+        before = now.clone()
+        # Behind the end there are zeros.
+        old = torch.tensor([self.old], dtype=torch.int64, device="cpu").view(torch.uint8)[:4]
+        before[word - first : word - first + 4] = old[: len(before) - (word - first)]
+        at = int((before != now).nonzero()[0, 0]) // size * size
+        values = (_said(one[at : at + size], self.stretch.dtype) for one in (before, now))
+        return (*self.stretch.place_of(self.begin + first + at), *values)  # type: ignore[return-value]
+
+
+def fingerprint(data: Tensor) -> int:
+    """The fingerprint of a chunk's bytes, uint8 ``[n]``, on the host."""
+    words = words_of(data)
+    return int((words * hashing.keys(len(words))).sum() + hashing.salts(1)[0])
+
+
+def words_of(data: Tensor) -> Tensor:
+    """The 32-bit words of ``data``, uint8 ``[n]``, with zeros behind the end, as int64."""
+    whole = torch.zeros(-(-len(data) // 4) * 4, dtype=torch.uint8, device="cpu")
+    whole[: len(data)] = data
+    return whole.view(torch.int32).long() & 0xFFFFFFFF
+
+
+def _inverse(keys: Tensor) -> Tensor:
+    """Inverses of odd numbers modulo 2**64, by Newton: each round doubles the right bits, three to begin with."""
+    inverse = keys.clone()
+    for _ in range(5):
+        inverse = inverse * (2 - keys * inverse)
+    return inverse
+
+
+def _said(data: Tensor, dtype: torch.dtype) -> str:
+    bits = int.from_bytes(bytes(data.tolist()), "little")
+    value = data.clone().view(dtype)[0]
+    try:
+        number = f"{float(value):.6g}" if dtype.is_floating_point else str(value.item())
+    except (RuntimeError, TypeError):  # A sort of bits that torch can't read as a number.
+        number = ""
+    return f"{number} (0x{bits:0{2 * len(data)}x})".strip()
