@@ -8,7 +8,7 @@ from canary_adapters.verdict_pipe import BlockVerdict
 from canary_core import Arrival, Canary, Origin, Writers
 from canary_core.ops.upload import upload
 
-Came = tuple[Arrival, frozenset[int]]
+LoadedBlocks = tuple[Arrival, frozenset[int]]
 """An arrival and the numbers of its blocks."""
 
 
@@ -38,12 +38,12 @@ class BlockLoads:
         self._origin = origin
         self._writers = writers
         self.gated = canary.config.on_violation == "protect"
-        self._waiting: dict[str, list[tuple[BlockLoad, list[Came]]]] = {}
-        self._landing: list[Came] = []
+        self._waiting: dict[str, list[tuple[BlockLoad, list[LoadedBlocks]]]] = {}
+        self._landing: list[LoadedBlocks] = []
         # Requests of which not all was brought, by the connector's own word.
         self._partly: set[str] = set()
         self._finished: set[str] = set()
-        self._held: dict[str, list[Came]] = {}
+        self._held: dict[str, list[LoadedBlocks]] = {}
         # Blocks whose verdict goes with the output being made, and those found bad, for this output and the next.
         self._open: set[int] = set()
         self._failed: set[int] = set()
@@ -159,7 +159,7 @@ class BlockLoads:
         self._partly.discard(name)
         return whole and self.gated and all(len(load.blocks) == 1 for load, _ in self._waiting[name])
 
-    def _due(self, came: Sequence[Came]) -> bool:
+    def _due(self, came: Sequence[LoadedBlocks]) -> bool:
         return any(self._canary.ledger.awaits(arrival) for arrival, _ in came)
 
     def _forget(self) -> None:
@@ -168,14 +168,14 @@ class BlockLoads:
             self._canary.slots.forget(group.region, block_slots(group, upload(self._condemned, self._canary.device)))
         self._condemned.clear()
 
-    def _expect(self, came: Sequence[Came]) -> None:
+    def _expect(self, came: Sequence[LoadedBlocks]) -> None:
         for arrival, _ in came:
             self._canary.ledger.expect(arrival)
 
-    def _give_up(self, came: Sequence[Came]) -> None:
+    def _give_up(self, came: Sequence[LoadedBlocks]) -> None:
         for arrival, _ in came:
             self._canary.ledger.give_up(arrival)
 
-    def _arrivals(self, load: BlockLoad, computed: int) -> list[Came]:
+    def _arrivals(self, load: BlockLoad, computed: int) -> list[LoadedBlocks]:
         found = (load.arrival(g, computed, self._origin, self._writers, self._canary.device) for g in self._groups)
         return [one for one in found if one is not None]

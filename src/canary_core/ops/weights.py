@@ -24,7 +24,7 @@ ROOM = 128
 """Differing chunks whose rows are kept until the host has read them."""
 
 
-class Place(IntEnum):
+class RangeWord(IntEnum):
     """int64 words of a range, in `WeightTable.places`."""
 
     ADDRESS = 0
@@ -66,7 +66,7 @@ class WeightRange:
 class WeightTable:
     """Device memory for ``ranges``, on one device. Tensors keep their addresses for life.
 
-    places: int64 ``[ranges, 4]``, see `Place`. owners: int32 ``[chunks]``, the range of each chunk. fingerprints: int64
+    places: int64 ``[ranges, 4]``, see `RangeWord`. owners: int32 ``[chunks]``, the range of each chunk. fingerprints: int64
     ``[chunks]``, 0 for unknown: the next comparison takes it. found: int64 ``[1 + ROOM, 2]``, see `Different`. keys:
     int64, those of a chunk's words, and behind them the salt, see `hashing`. launches: the back ends' cache.
     """
@@ -80,7 +80,7 @@ class WeightTable:
             self.firsts.append(self.chunks)
             self.chunks += one.chunks
         rows = [[r.address, r.size_bytes, first, r.chunk_bytes] for r, first in zip(ranges, self.firsts, strict=True)]
-        self.places = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, len(Place)).to(device)
+        self.places = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, len(RangeWord)).to(device)
         counts = torch.tensor([r.chunks for r in ranges], dtype=torch.int64, device="cpu")
         owners = torch.arange(len(ranges), dtype=torch.int32, device="cpu").repeat_interleave(counts)
         self.owners = owners.to(device)
@@ -111,5 +111,5 @@ class WeightTable:
     def leave_out(self, number: int) -> None:
         """On the current stream: the ``number``-th range is not read from now on."""
         # Not an assignment: that copies the number from the host and waits for the device.
-        self.places[number, Place.BYTES].fill_(0)
+        self.places[number, RangeWord.BYTES].fill_(0)
         self.forget(number)

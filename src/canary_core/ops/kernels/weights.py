@@ -5,7 +5,7 @@ import triton.language as tl
 
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, programs
 from canary_core.ops.state import RegionState
-from canary_core.ops.weights import CHUNK_BYTES, ROOM, Different, Place, WeightTable
+from canary_core.ops.weights import CHUNK_BYTES, ROOM, Different, RangeWord, WeightTable
 
 WORDS = 2048
 """Words loaded at a time."""
@@ -13,17 +13,17 @@ WARPS = 4
 PER_PROCESSOR = 8
 """Programs a multiprocessor."""
 
-PLACE = tl.constexpr(len(Place))
-PLACE_ADDRESS = tl.constexpr(int(Place.ADDRESS))
-PLACE_BYTES = tl.constexpr(int(Place.BYTES))
-PLACE_FIRST = tl.constexpr(int(Place.FIRST))
-PLACE_CHUNK_BYTES = tl.constexpr(int(Place.CHUNK_BYTES))
+PLACE = tl.constexpr(len(RangeWord))
+PLACE_ADDRESS = tl.constexpr(int(RangeWord.ADDRESS))
+PLACE_BYTES = tl.constexpr(int(RangeWord.BYTES))
+PLACE_FIRST = tl.constexpr(int(RangeWord.FIRST))
+PLACE_CHUNK_BYTES = tl.constexpr(int(RangeWord.CHUNK_BYTES))
 DIFFERENT = tl.constexpr(len(Different))
 DIFFERENT_CHUNK = tl.constexpr(int(Different.CHUNK))
 DIFFERENT_FINGERPRINT = tl.constexpr(int(Different.FINGERPRINT))
 ROWS = tl.constexpr(ROOM)
 SALT = tl.constexpr(CHUNK_BYTES // 4)
-"""Place of the salt, behind the keys."""
+"""RangeWord of the salt, behind the keys."""
 
 
 def compare_weights(state: RegionState, table: WeightTable, first: int, count: int) -> None:

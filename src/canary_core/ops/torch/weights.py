@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from canary_core.ops.state import RegionState
-from canary_core.ops.weights import ROOM, Place, WeightTable
+from canary_core.ops.weights import ROOM, RangeWord, WeightTable
 
 
 def compare_weights(state: RegionState, table: WeightTable, first: int, count: int) -> None:
@@ -15,8 +15,8 @@ def compare_weights(state: RegionState, table: WeightTable, first: int, count: i
     places, owners = table.places.tolist(), table.owners[first : first + count].tolist()
     for chunk, owner in enumerate(owners, first):
         place = places[owner]
-        begin = (chunk - place[Place.FIRST]) * place[Place.CHUNK_BYTES]
-        size = max(min(place[Place.BYTES] - begin, place[Place.CHUNK_BYTES]), 0)
+        begin = (chunk - place[RangeWord.FIRST]) * place[RangeWord.CHUNK_BYTES]
+        size = max(min(place[RangeWord.BYTES] - begin, place[RangeWord.CHUNK_BYTES]), 0)
         now = fingerprint(table, table.ranges[owner].read()[begin : begin + size] if size else table.keys.new_empty(0))
         stored = int(table.fingerprints[chunk])
         if stored == 0:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from canary_core.ops import hashing
-from canary_core.watchers.weights.parameters import Stretch
+from canary_core.watchers.weights.parameters import WeightStretch
 
 FEW_ELEMENTS = 16
 """A smaller parameter, such as a scale, may be given another value by a single word, or a single bit."""
@@ -18,7 +18,7 @@ class Change:
     now, uint8, on the host. ``word``: index of the only 32-bit word able to explain the change alone, from ``old`` to
     ``new``; None where several have changed."""
 
-    stretch: Stretch
+    stretch: WeightStretch
     begin: int
     end: int
     found: int

@@ -20,7 +20,7 @@ Tag = tuple[int, int, int]
 """Object, version counter and address of a tensor."""
 
 
-class Holder:
+class ParameterHolder:
     """A parameter's or buffer's place in a module; never the tensor itself, so that the engine can free the memory.
     ``path``: the way to the plain tensor, within a tensor made of others."""
 
@@ -60,7 +60,7 @@ class Holder:
 
 
 @dataclass(slots=True, eq=False)
-class Stretch:
+class WeightStretch:
     """Bytes in memory, of one tensor or of several with the same memory. ``begins``: the place of the first byte, from
     the first element of the first holder's tensor. ``shape`` and ``strides``: of the first holder's tensor, in
     elements.
@@ -68,7 +68,7 @@ class Stretch:
     disturbed: rounds over the weights at the last rightful change of the content. unsure: number of uncertain changes.
     """
 
-    holders: list[Holder]
+    holders: list[ParameterHolder]
     range: WeightRange
     begins: int
     dtype: torch.dtype
@@ -124,8 +124,8 @@ class Parameters:
 
     def __init__(self, models: Iterable[nn.Module], device: torch.device) -> None:
         self.left_out: dict[str, str] = {}
-        self.stretches: list[Stretch] = []
-        found: list[tuple[int, int, int, Holder, Tensor]] = []
+        self.stretches: list[WeightStretch] = []
+        found: list[tuple[int, int, int, ParameterHolder, Tensor]] = []
         for model in models:
             for holder, tensor in _held(model):
                 reason = _unreadable(tensor, device)
@@ -153,7 +153,7 @@ class Parameters:
         return len(self.stretches)
 
 
-def _held(model: nn.Module) -> Iterator[tuple[Holder, Tensor]]:
+def _held(model: nn.Module) -> Iterator[tuple[ParameterHolder, Tensor]]:
     """The plain tensors of a model, with the holders."""
     for path, module in model.named_modules():
         passing = getattr(module, "_non_persistent_buffers_set", ())
@@ -162,7 +162,7 @@ def _held(model: nn.Module) -> Iterator[tuple[Holder, Tensor]]:
                 if tensor is not None and not (buffer and name in passing):
                     whole = f"{path}.{name}" if path else name
                     for inner, plain in _plain((), tensor):
-                        yield Holder(whole, module, buffer, inner), plain
+                        yield ParameterHolder(whole, module, buffer, inner), plain
 
 
 def _plain(path: tuple[str, ...], tensor: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
@@ -204,7 +204,7 @@ def _dense(tensor: Tensor) -> bool:
     return True
 
 
-def _stretch(holder: Holder, tensor: Tensor, begins: int) -> Stretch:
+def _stretch(holder: ParameterHolder, tensor: Tensor, begins: int) -> WeightStretch:
     size = tensor.nbytes - begins
 
     def read() -> Tensor:
@@ -215,7 +215,7 @@ def _stretch(holder: Holder, tensor: Tensor, begins: int) -> Stretch:
         return torch.empty(0, dtype=torch.uint8, device=plain.device).set_(plain.untyped_storage(), at, (size,), (1,))
 
     whole = WeightRange(tensor.data_ptr() + begins, size, read)
-    return Stretch([holder], whole, begins, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    return WeightStretch([holder], whole, begins, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def counted(reasons: Sequence[str]) -> str:

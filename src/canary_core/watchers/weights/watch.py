@@ -29,7 +29,7 @@ MOST_WITHOUT = 256
 """Forwards without a parameter to compare until an event says so."""
 
 
-class Budget(Protocol):
+class HasBudget(Protocol):
     """The part of the scrub's `Pace` used here: weights get as many bytes as slots."""
 
     budget: ScrubBudget
@@ -73,7 +73,7 @@ class WeightWatch:
     Memory of the engine is read in `turn` only, which a sleeping engine does not call, and `guard`.
     """
 
-    def __init__(self, workspace: Workspace, switch: Switch, pace: Budget) -> None:
+    def __init__(self, workspace: Workspace, switch: Switch, pace: HasBudget) -> None:
         self._workspace = workspace
         self._switch = switch
         self._pace = pace
