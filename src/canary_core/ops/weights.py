@@ -66,9 +66,10 @@ class WeightRange:
 class WeightTable:
     """Device memory for ``ranges``, on one device. Tensors keep their addresses for life.
 
-    places: int64 ``[ranges, 4]``, see `RangeWord`. owners: int32 ``[chunks]``, the range of each chunk. fingerprints: int64
-    ``[chunks]``, 0 for unknown: the next comparison takes it. found: int64 ``[1 + ROOM, 2]``, see `Different`. keys:
-    int64, those of a chunk's words, and behind them the salt, see `hashing`. launches: the back ends' cache.
+    places: int64 ``[ranges, 4]``, see `RangeWord`. owners: int32 ``[chunks]``, the range of each chunk.
+    fingerprints: int64 ``[chunks]``, 0 for unknown: the next comparison takes it. found: int64 ``[1 + ROOM, 2]``,
+    see `Different`. keys: int64, those of a chunk's words, and behind them the salt, see `hashing`. launches: the
+    back ends' cache.
     """
 
     def __init__(self, ranges: Sequence[WeightRange], device: torch.device) -> None:
