@@ -16,8 +16,6 @@ from canary_core import BatchView, Kind, SlotTable, State
 from canary_core.guard.reporting.read_times import READ_S
 from canary_core.records import POSITION
 
-pytestmark = [pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
-
 MODES = {
     "cpu": ("cpu",),
     "gpu_eager": ("cuda",),

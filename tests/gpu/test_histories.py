@@ -13,8 +13,6 @@ from ops.scenario import differences, twin
 from canary_core.ops.histories import read
 from canary_core.records import HISTORY, Clock
 
-pytestmark = [pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
-
 
 @pytest.mark.parametrize("mode", ANYWHERE)
 def test_histories_have_the_steps_of_replays(mode):

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from gpu.engine import no_waiting
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_core.desk.incidents.bundle import read_bundle
 from canary_core.desk.incidents.evidence import take
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
@@ -41,11 +42,8 @@ def test_evidence_is_taken_without_a_wait(broken):
     history = broken.canary.journal.of("full")
     view = broken.canary.step.last_view
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         taken = take(state, incident, history, broken.engine.writers.known("a"), view)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     evidence = taken.evidence()
     assert evidence.table is not None
     assert [h.event for h in evidence.lives[incident.root.slot]] == ["write"]
