@@ -84,8 +84,18 @@ def everything_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings:
     }
 
 
-KV = {"BYTES", "LOST_WRITE", "NON_FINITE", "ARRIVAL", "WRITE_SLOT", "READ_TABLE", "READ_LENGTH", "TWO_WRITERS"}
-"""Kinds whose values are of KV, slots, lengths or indices."""
+KV = {
+    "BYTES",
+    "LOST_WRITE",
+    "NON_FINITE",
+    "ARRIVAL",
+    "WRITE_SLOT",
+    "READ_TABLE",
+    "READ_LENGTH",
+    "TWO_WRITERS",
+    "WEIGHTS",
+}
+"""Kinds whose values are of KV, slots, lengths, indices or parameters."""
 
 
 def told(texts: dict[str, str]) -> dict[str, bool]:

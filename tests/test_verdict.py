@@ -7,8 +7,8 @@ from canary_core import CanaryConfig, ConfigError, Kind, Phase, Verdict, Violati
 from canary_core.guard.reporting import budget
 from canary_core.verdict import MISLED, MISPLACED, SPOILED
 
-OF_THE_ALLOCATOR = {
-    Kind.DOUBLE_FREE, Kind.DOUBLE_ALLOC, Kind.WRITE_AFTER_FREE, Kind.CACHE_STRUCTURE, Kind.EVICTED_IN_USE
+OF_NO_REQUEST = {
+    Kind.DOUBLE_FREE, Kind.DOUBLE_ALLOC, Kind.WRITE_AFTER_FREE, Kind.CACHE_STRUCTURE, Kind.EVICTED_IN_USE, Kind.WEIGHTS
 }  # fmt: skip
 
 
@@ -51,9 +51,9 @@ def damaged(*plugins: object, **settings: object) -> Guarded:
     return guarded
 
 
-def test_every_kind_is_judged_or_is_one_of_the_allocator_alone():
+def test_every_kind_is_judged_or_is_one_of_the_allocator_or_of_weights():
     """A new kind has to be put somewhere."""
-    assert set(Kind) == SPOILED | MISPLACED | MISLED | OF_THE_ALLOCATOR
+    assert set(Kind) == SPOILED | MISPLACED | MISLED | OF_NO_REQUEST
     assert not SPOILED & MISPLACED
     assert not MISLED & (SPOILED | MISPLACED)
     config = CanaryConfig.load(on_violation="protect")

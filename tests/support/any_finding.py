@@ -32,7 +32,7 @@ FINDINGS = st.builds(
     identity=st.sampled_from([None, "LoRA adapter sql", "the weights of change 2"]),
     element=st.sampled_from([None, 0, 4096]),
     old=st.sampled_from([None, "1 (0x3f80)"]),
-    new=st.sampled_from([None, "-1 (0xbf80)"]),
+    new=st.sampled_from([None, "2 (0x4000)"]),
     stored_identity=st.sampled_from([None, "cache salt #0a1b2c3d"]),
 )  # fmt: skip
 """Any kind, with any of its fields missing, unknown to the device (-1), or 0."""

@@ -122,7 +122,7 @@ class WeightWatch:
         parameters have got other memory."""
         if not self._switch.enabled or capturing(self._workspace.device):
             return
-        with self._switch.guard("weights"):
+        with self._switch.guard("step.end"):
             self._step = step
             if self._stale:
                 self._lay_out()
