@@ -348,3 +348,15 @@ def test_kv_of_older_weights_that_a_connector_brings_is_told_with_the_update(eng
         assert {(v.kind, v.rule, v.stored_request) for v in found} == {(Kind.ARRIVAL, "another_identity", "alice-0")}
         assert found[0].identity == "the weights of change 1 (load_weights)"
         assert found[0].stored_identity == "the weights of the start"
+
+
+@pytest.mark.xdist_group("processes")
+def test_draft_layers_that_a_tier_leaves_out_are_told():
+    """A connector that brings the draft model's layers, too, is silent, whether loads run beside the forward or before
+    it; one that leaves them as they were is told, in the draft model's region alone."""
+    told = told_by("draft_loads_script")
+    assert told["regions"] == ["draft", "full"]
+    assert told["loads"] > 10
+    assert told["same"] == [True, True]
+    assert told["trouble"] == []
+    assert told["found"] == [[["ARRIVAL", "draft", "nothing_came", "HostStore"]]] * 2

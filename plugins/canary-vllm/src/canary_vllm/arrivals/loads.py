@@ -17,8 +17,8 @@ class Loads:
 
     The scheduler names the blocks a connector will fill, and the tokens (`BlockMessage.loads`). Blocks found bad by
     ``brought`` join those whose load failed by the connector's own word, so that vLLM's ``kv_load_failure_policy``
-    applies; of several ranks vLLM joins the sets. ``groups``: all guarded ones; what comes for drafts and states is
-    unknown.
+    applies; of several ranks vLLM joins the sets. ``groups``: all guarded ones; what comes for states is unknown. For
+    drafts it is judged by what lay there before alone, since nobody knows when it is stored.
 
     Complete blocks of each forward count as stored: any store of a connector, at any time, is among them.
     """
@@ -27,11 +27,12 @@ class Loads:
         self, canary: Canary, groups: Sequence[Group], requests: Requests, origin: Origin, drafted: int
     ) -> None:
         self._canary = canary
-        self._groups = [group for group in groups if group.holds == "tokens"]
-        self._others = [group for group in groups if group.holds != "tokens"]
+        self._groups = [group for group in groups if group.holds in ("tokens", "drafts")]
+        self._others = [group for group in groups if group.holds == "states"]
         self.brought = BlockLoads(canary, self._groups, origin, requests.writers)
         # With asynchronous scheduling the host learns a step late which of them were accepted.
-        self._complete = CompleteBlocks(canary, self._groups, requests.blocks, 2 * drafted + 1 if drafted else 0)
+        tokens = [group for group in groups if group.holds == "tokens"]
+        self._complete = CompleteBlocks(canary, tokens, requests.blocks, 2 * drafted + 1 if drafted else 0)
         self._patches = Patches(canary.guard)
 
     def scheduled(self, output: Any, message: BlockMessage | None) -> None:
