@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 from vllm_on_cpu.scripts import told_by
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes"), pytest.mark.older_release]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 
 
 @cache
@@ -16,7 +16,7 @@ def told(runner):
     return said
 
 
-@pytest.fixture(params=["v1", "v2"])
+@pytest.fixture(params=[pytest.param("v1", marks=pytest.mark.older_release), "v2"])
 def said(request):
     """With vLLM's older model runner, and with the one that it takes on a GPU."""
     return told(request.param)
