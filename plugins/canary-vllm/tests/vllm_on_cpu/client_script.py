@@ -146,7 +146,6 @@ async def serve(server: Server, rounds: int) -> dict[str, Any]:
                 told["wrong"] += not wanted.startswith("".join(parts))
             else:
                 told["right" if "".join(parts) == wanted else "wrong"] += 1
-        told["last"] = [ended for ended, _, _ in answers]
         told["said"] = {"right": first[0][1], "now": answers[0][1], "error": answers[0][2]}
     return told
 
