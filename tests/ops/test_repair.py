@@ -12,7 +12,7 @@ from canary_core.ops import hashing
 from canary_core.ops.backends import torch_backend, triton_backend
 from canary_core.ops.repair_rows import REPAIR_WORDS, RepairOutcome, RepairWord
 from canary_core.ops.state import RegionState, Shared
-from canary_core.ops.torch.repair import BITS_32, _inverse, _is_flip
+from canary_core.ops.torch.repair import BITS_32, _is_flip
 from canary_core.records import POSITION, STATES, STEP_WRITTEN, Clock, State
 
 BACKENDS = [
@@ -186,7 +186,7 @@ def test_two_words_that_look_like_one_are_rare_and_told_apart():
     """Of random changes of two words none is taken for a flip of one."""
     words, generator = 512, torch.Generator().manual_seed(3)
     keys = hashing.keys(words)
-    inverse = _inverse(keys)
+    inverse = hashing.inverse(keys)
     assert bool((keys * inverse == 1).all())
     for _ in range(2000):
         now = torch.randint(0, 1 << 32, (words,), generator=generator)

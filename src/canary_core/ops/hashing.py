@@ -78,6 +78,24 @@ def weights(slots: int, device: torch.device | str = "cpu") -> Tensor:
     return splitmix(torch.arange(slots, dtype=torch.int64, device=device) + signed(WEIGHT_SEED)) | 1
 
 
+def inverse(odd: Tensor) -> Tensor:
+    """Inverses of odd numbers modulo 2**64, by Newton: each round doubles the right bits, three to begin with."""
+    found = odd.clone()
+    for _ in range(5):
+        found = found * (2 - odd * found)
+    return found
+
+
+def only_word(words: Tensor, factors: Tensor, difference: int) -> tuple[int, int] | None:
+    """Index of the only word that can have changed alone, and its value before; None where there is no such word, or
+    several. ``words``: the present ones, int64 ``[n]``, each below 2**32. ``factors``: `keys` of as many.
+    ``difference``: fingerprint before minus the present one, ``(before - now) * key``."""
+    before = words + signed(difference) * inverse(factors)
+    # A 64-bit number, and one of 32 bits only by chance where another word changed.
+    fits = ((before >= 0) & (before <= 0xFFFFFFFF) & (before != words)).nonzero()[:, 0].tolist()
+    return (fits[0], int(before[fits[0]])) if len(fits) == 1 else None
+
+
 def anchor(*salt: str) -> int:
     """Start value ``h[-1]`` of a prefix hash for sequences that must not share slots with others: model, LoRA name,
     cache salt, image digest. No salt gives the common anchor. The same strings give the same value in every process.

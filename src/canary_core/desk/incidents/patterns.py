@@ -62,17 +62,10 @@ Flip = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _one_word(words: Tensor, column: int, stored: int) -> Flip | None:
-    """The only word that can have changed alone, before and after: ``stored - found = (old - new) * key``."""
-    key = keys(len(words))
-    difference = torch.tensor(_signed(stored - int(fingerprints(words[None], column)[0])), device="cpu")
+    """The only word that can have changed alone, before and after."""
     new = words.long() & 0xFFFFFFFF
-    old = new + difference * _inverse(key)
-    # As a 64-bit number, which it is only by chance where another word changed.
-    fits = ((old >= 0) & (old <= 0xFFFFFFFF)).nonzero()[:, 0].tolist()
-    if len(fits) != 1:
-        return None
-    index = fits[0]
-    return (index,), (int(old[index]),), (int(new[index]),)
+    found = hashing.only_word(new, keys(len(words)), stored - int(fingerprints(words[None], column)[0]))
+    return None if found is None else ((found[0],), (found[1],), (int(new[found[0]]),))
 
 
 def _two_bits(words: Tensor, column: int, stored: int) -> Flip | None:
@@ -96,14 +89,6 @@ def _two_bits(words: Tensor, column: int, stored: int) -> Flip | None:
     index = tuple(bit // 32 for bit in pair)
     now = tuple(int(new[word]) for word in index)
     return index, tuple(value ^ 1 << bit % 32 for value, bit in zip(now, pair, strict=True)), now
-
-
-def _inverse(key: Tensor) -> Tensor:
-    """Inverses of odd numbers modulo 2**64, by Newton: each round doubles the right bits, three to begin with."""
-    inverse = key.clone()
-    for _ in range(5):
-        inverse = inverse * (2 - key * inverse)
-    return inverse
 
 
 def _signed(value: int) -> int:

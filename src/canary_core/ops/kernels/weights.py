@@ -23,7 +23,7 @@ DIFFERENT_CHUNK = tl.constexpr(int(Different.CHUNK))
 DIFFERENT_FINGERPRINT = tl.constexpr(int(Different.FINGERPRINT))
 ROWS = tl.constexpr(ROOM)
 SALT = tl.constexpr(CHUNK_BYTES // 4)
-"""RangeWord of the salt, behind the keys."""
+"""Place of the salt, behind the keys."""
 
 
 def compare_weights(state: RegionState, table: WeightTable, first: int, count: int) -> None:

@@ -41,14 +41,11 @@ def _repaired(state: RegionState, row: list[int]) -> tuple[int, int, int, int]:
     keys, salt = state.sources.keys[: len(words)], int(state.sources.salts[column])
     if _fingerprint(words, keys, salt) != row[RepairWord.FOUND]:
         return RepairOutcome.CHANGED, -1, 0, 0
-    # The only change of one word that explains it: `stored - found = (old - damaged) * key`.
-    difference = torch.tensor(hashing.signed(stored - row[RepairWord.FOUND]), device=words.device)
-    old = words + difference * _inverse(keys)
-    fits = ((old >= 0) & (old <= BITS_32)).nonzero()[:, 0].tolist()
-    if len(fits) != 1 or not _is_flip(int(old[fits[0]]) ^ int(words[fits[0]])):
+    found = hashing.only_word(words, keys, stored - row[RepairWord.FOUND])
+    if found is None or not _is_flip(found[1] ^ int(words[found[0]])):
         return RepairOutcome.UNCLEAR, -1, 0, 0
-    word = fits[0]
-    before, damaged = int(old[word]), int(words[word])
+    word, before = found
+    damaged = int(words[word])
     place_of_word = _at(state, stack, slot, column, word)
     if not _exchange(place_of_word, damaged, before):
         return RepairOutcome.CHANGED, -1, 0, 0
@@ -90,11 +87,3 @@ def _exchange(place: Tensor, expected: int, new: int) -> bool:
 
 def _is_flip(changed: int) -> bool:
     return changed.bit_count() <= MOST_FLIPPED_BITS or any(changed & ~mask == 0 for mask in ONE_BYTE)
-
-
-def _inverse(keys: Tensor) -> Tensor:
-    """Inverses of odd numbers modulo 2**64, by Newton: each round doubles the right bits, three to begin with."""
-    inverse = keys.clone()
-    for _ in range(5):
-        inverse = inverse * (2 - keys * inverse)
-    return inverse

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from canary_core.ops import hashing
+from canary_core.ops.torch.weights import words_of
 from canary_core.watchers.weights.parameters import WeightStretch
 
 FEW_ELEMENTS = 16
@@ -28,16 +29,11 @@ class Change:
     new: int = 0
 
     def solved(self, stored: int) -> "Change":
-        """With `word`, by the fingerprint ``stored`` of before: ``found - stored = (new - old) * key``. By chance, one
-        in 2**17, a word fits where several have changed."""
+        """With `word`, by the fingerprint ``stored`` of before. By chance, one in 2**17, a word fits where several have
+        changed."""
         words = words_of(self.data)
-        keys = hashing.keys(len(words))
-        old = words - hashing.signed(self.found - stored) * _inverse(keys)
-        # A 64-bit number, and one of 32 bits only by chance where another word changed.
-        fits = ((old >= 0) & (old <= 0xFFFFFFFF) & (old != words)).nonzero()[:, 0].tolist()
-        if len(fits) != 1:
-            return self
-        return replace(self, word=fits[0], old=int(old[fits[0]]), new=int(words[fits[0]]))
+        found = hashing.only_word(words, hashing.keys(len(words)), stored - self.found)
+        return self if found is None else replace(self, word=found[0], old=found[1], new=int(words[found[0]]))
 
     @property
     def bit(self) -> int | None:
@@ -71,21 +67,6 @@ def fingerprint(data: Tensor) -> int:
     """The fingerprint of a chunk's bytes, uint8 ``[n]``, on the host."""
     words = words_of(data)
     return int((words * hashing.keys(len(words))).sum() + hashing.salts(1)[0])
-
-
-def words_of(data: Tensor) -> Tensor:
-    """The 32-bit words of ``data``, uint8 ``[n]``, with zeros behind the end, as int64."""
-    whole = torch.zeros(-(-len(data) // 4) * 4, dtype=torch.uint8, device="cpu")
-    whole[: len(data)] = data
-    return whole.view(torch.int32).long() & 0xFFFFFFFF
-
-
-def _inverse(keys: Tensor) -> Tensor:
-    """Inverses of odd numbers modulo 2**64, by Newton: each round doubles the right bits, three to begin with."""
-    inverse = keys.clone()
-    for _ in range(5):
-        inverse = inverse * (2 - keys * inverse)
-    return inverse
 
 
 def _said(data: Tensor, dtype: torch.dtype) -> str:
