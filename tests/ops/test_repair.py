@@ -10,9 +10,9 @@ from torch import Tensor
 from canary_core import CanaryConfig, KVSource, Region
 from canary_core.ops import hashing
 from canary_core.ops.backends import torch_backend, triton_backend
-from canary_core.ops.repair_rows import REPAIR_WORDS, RepairOutcome, RepairWord
+from canary_core.ops.repair_rows import REPAIR_WORDS, RepairOutcome, RepairWord, is_flip
 from canary_core.ops.state import RegionState, Shared
-from canary_core.ops.torch.repair import BITS_32, _is_flip
+from canary_core.ops.torch.repair import BITS_32
 from canary_core.records import POSITION, STATES, STEP_WRITTEN, Clock, State
 
 BACKENDS = [
@@ -195,4 +195,4 @@ def test_two_words_that_look_like_one_are_rare_and_told_apart():
         before[pair] ^= 1 << torch.randint(0, 32, (2,), generator=generator)
         old = now + ((before - now) * keys).sum() * inverse
         fits = ((old >= 0) & (old <= BITS_32)).nonzero()[:, 0].tolist()
-        assert not [i for i in fits if _is_flip(int(old[i]) ^ int(now[i]))]
+        assert not [i for i in fits if is_flip(int(old[i]) ^ int(now[i]))]

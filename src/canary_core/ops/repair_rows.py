@@ -59,3 +59,8 @@ class RepairOutcome(IntEnum):
     """The bytes are not those of the finding any more."""
     UNCLEAR = 7
     """No single word with few flipped bits explains the fingerprint, or several do."""
+
+
+def is_flip(changed: int) -> bool:
+    """Whether ``changed``, the bits of a word that differ, look like damage of memory, not like another number."""
+    return changed.bit_count() <= MOST_FLIPPED_BITS or any(changed & ~(0xFF << at) == 0 for at in (0, 8, 16, 24))

@@ -8,9 +8,7 @@ from torch import Tensor
 from canary_core.desk.incidents.evidence import Evidence, SourceFacts, fingerprints, keys
 from canary_core.kinds.case import Pattern
 from canary_core.ops import hashing
-
-MOST_BITS = 4
-"""Most changed bits of one word for a flip, unless all are in one byte."""
+from canary_core.ops.repair_rows import is_flip
 
 _NUMBERS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -42,10 +40,7 @@ def _pattern(slot: int, source: SourceFacts, words: Tensor, column: int, stored:
     flipped = _one_word(words, column, stored) or _two_bits(words, column, stored)
     if flipped is not None:
         index, old, new = flipped
-        changed = old[0] ^ new[0]
-        one_byte = any(changed & ~(0xFF << at) == 0 for at in (0, 8, 16, 24))
-        few = changed.bit_count() <= MOST_BITS or one_byte
-        shape = "two_bits" if len(index) == 2 else "bit" if few else "word"
+        shape = "two_bits" if len(index) == 2 else "bit" if is_flip(old[0] ^ new[0]) else "word"
         return Pattern(slot, name, shape, index, old, new)
     share = _not_finite(source, words)
     return Pattern(slot, name, "nan" if share > 0.5 else "other", not_finite=share)

@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from canary_core.ops import hashing
-from canary_core.ops.repair_rows import MOST_FLIPPED_BITS, RepairOutcome, RepairWord
+from canary_core.ops.repair_rows import RepairOutcome, RepairWord, is_flip
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch.stack import Stack, stacks
 from canary_core.records import CONTENT, POSITION, STATES, STEP_WRITTEN, Clock, State
 
 BITS_32 = (1 << 32) - 1
-ONE_BYTE = tuple(0xFF << at for at in (0, 8, 16, 24))
 
 
 def repair(state: RegionState, asked: Tensor) -> None:
@@ -42,7 +41,7 @@ def _repaired(state: RegionState, row: list[int]) -> tuple[int, int, int, int]:
     if _fingerprint(words, keys, salt) != row[RepairWord.FOUND]:
         return RepairOutcome.CHANGED, -1, 0, 0
     found = hashing.only_word(words, keys, stored - row[RepairWord.FOUND])
-    if found is None or not _is_flip(found[1] ^ int(words[found[0]])):
+    if found is None or not is_flip(found[1] ^ int(words[found[0]])):
         return RepairOutcome.UNCLEAR, -1, 0, 0
     word, before = found
     damaged = int(words[word])
@@ -83,7 +82,3 @@ def _exchange(place: Tensor, expected: int, new: int) -> bool:
         return False
     place.fill_(new - (1 << 32) if new >> 31 else new)
     return True
-
-
-def _is_flip(changed: int) -> bool:
-    return changed.bit_count() <= MOST_FLIPPED_BITS or any(changed & ~mask == 0 for mask in ONE_BYTE)
