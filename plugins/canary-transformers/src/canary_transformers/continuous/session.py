@@ -329,7 +329,7 @@ class Session:
             weights = self._weights
             if weights is None:
                 weights = self._weights = WatchedWeights(model)
-                self.canary.guard_weights(model)
+                self.canary.guard_weights(model, resume=True)
                 if weights.unwatched:
                     self._left_out(f"{weights.unwatched} parameters have no version counter or no memory to read")
             elif weights.look():
