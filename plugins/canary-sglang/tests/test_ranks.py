@@ -1,15 +1,12 @@
 """Two ranks, each a process of SGLang's own: one of them is corrupted, and those act that schedule the same batches."""
 
-import json
-import os
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import TESTS, command, python_path
+from engines.ranks import phase, serve, told
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
 
@@ -31,69 +28,20 @@ def two_ranks(device: str, **options: Any) -> dict[str, Any]:
     return {"tp_size": 2, **options, **(on_gpus if device == "cuda" else {})}
 
 
-def phase(control: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Requests that are sent together, and what rank 1 suffers meanwhile."""
-    return {"control": control, "prompts": prompts, "new_tokens": new_tokens}
-
-
-def serve(folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], **settings: str) -> list[Any]:
-    """What came of each phase; the engine in a process group of its own, since one that is killed takes its parent
-    along."""
-    folder.mkdir()
-    points = "[canary]\nranks_witness = tools.ranks_witness\n"
-    path = [folder]
-    if options.get("enable_dp_attention") and "device" not in options:
-        points += "[sglang.srt.plugins]\ndata_parallel = data_parallel:install\n"
-        path.append(TESTS / "cpu")
-    elif "RANKS_UNGUARDED" in settings:
-        points += "[sglang.srt.plugins]\nunguard = tools.ranks_witness:unguard\n"
-    info = folder / "ranks_witness-1.0.dist-info"
-    info.mkdir()
-    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: ranks-witness\nVersion: 1.0\n")
-    info.joinpath("entry_points.txt").write_text(points)
-    folder.joinpath("phases.json").write_text(json.dumps(phases))
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") and k != "TRITON_INTERPRET"}
-    cores = sorted(os.sched_getaffinity(0))
-    known = {
-        "PYTHONPATH": python_path(*path),
-        "RANKS_FOLDER": str(folder),
-        "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
-        "OMP_NUM_THREADS": "1",
-    }
-    log = folder / "log"
-    with log.open("w") as out:
-        done = subprocess.run(
-            command("ranks_script", str(folder), json.dumps(options)),
-            stdout=out,
-            stderr=out,
-            env={**inherited, **known, **settings},
-            timeout=800,
-            start_new_session=True,
-            check=False,
-        )
-    lines = log.read_text(errors="replace").splitlines()
-    assert done.returncode == 0, "\n".join(lines[-40:])
-    return [json.loads(line.removeprefix("PHASE ")) for line in lines if line.startswith("PHASE ")]
-
-
-def told(folder: Path, rank: int, key: str) -> list[Any]:
-    """What a rank wrote down under ``key``: values of ``forward`` and ``violation``, events whole."""
-    lines = [json.loads(line) for line in folder.joinpath(f"rank{rank}.jsonl").read_text().splitlines()]
-    return [line if key in ("event", "broken") else line[key] for line in lines if key in line]
-
-
 def serve_twice(
     folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], **settings: str
 ) -> tuple[Path, list[Any], list[Any], list[Any]]:
     """As `serve`, unguarded and undisturbed, then guarded. Gives the guarded one's folder, what came of its phases,
     each request's tokens in them, and those that were to be expected."""
-    plain = serve(folder / "plain", options, [{**p, "control": "nothing"} for p in phases], **settings)
+    alone = "device" not in options and options.get("enable_dp_attention")
+    plugins = ["data_parallel = data_parallel:install"] if alone else []
+    plain = serve(folder / "plain", options, [{**p, "control": "nothing"} for p in phases], plugins, **settings)
     guard = {
         "CANARY_PLUGINS": "sglang,ranks_witness",
         "CANARY_ON_VIOLATION": "quarantine",
         "CANARY_SCRUB_BUDGET": "8MiB",
     }
-    guarded = serve(folder / "guarded", options, phases, **guard, **settings)
+    guarded = serve(folder / "guarded", options, phases, plugins, **guard, **settings)
     tokens, expected = ([[request["tokens"] for request in done] for done in served] for served in (guarded, plain))
     return folder / "guarded", guarded, tokens, expected
 
@@ -164,6 +112,9 @@ def test_a_lost_write_is_told_by_both_ranks(tmp_path, device):
         assert all(v["token"] >= half > v["stored_token"] for v in found)
 
 
+UNGUARD = ["unguard = tools.ranks_witness:unguard"]
+
+
 @pytest.mark.where(pytest.mark.beyond_ci("a rank without Canary"), other='{"CANARY_READ_CHECK": "0"}')
 @pytest.mark.parametrize(
     ("other", "said"),
@@ -178,7 +129,7 @@ def test_a_rank_that_is_not_guarded_is_told(tmp_path, other, said):
     guard = dict(CANARY_PLUGINS="sglang,ranks_witness", CANARY_ON_VIOLATION="quarantine", CANARY_READ_CHECK="-1")
     folder = tmp_path / "guarded"
     options = two_ranks("cpu", model="llama")
-    (done,) = serve(folder, options, [phase("nothing", TRAFFIC[:3], 4)], **guard, RANKS_UNGUARDED=other)
+    (done,) = serve(folder, options, [phase("nothing", TRAFFIC[:3], 4)], UNGUARD, **guard, RANKS_UNGUARDED=other)
     assert [request["status"] for request in done] == [200] * 3
     events = told(folder, 0, "event")
     (event,) = [e for e in events if e["event"] == "workers_unguarded"]
@@ -197,7 +148,7 @@ def test_in_raise_mode_an_engine_with_an_unguarded_rank_does_not_serve(tmp_path)
     guard = dict(CANARY_PLUGINS="sglang,ranks_witness", CANARY_MODE="raise", RANKS_UNGUARDED='{"CANARY_PLUGINS": ""}')
     folder = tmp_path / "guarded"
     with pytest.raises(AssertionError):
-        serve(folder, two_ranks("cpu", model="llama"), [phase("nothing", TRAFFIC[:1], 4)], **guard)
+        serve(folder, two_ranks("cpu", model="llama"), [phase("nothing", TRAFFIC[:1], 4)], UNGUARD, **guard)
     log = folder.joinpath("log").read_text()
     assert "AttachError: workers are not guarded: rank 1 has not said that it is guarded" in log
     assert "PHASE" not in log
