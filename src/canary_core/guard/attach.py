@@ -13,7 +13,6 @@ from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.events import Event
 from canary_core.guard.coverage import Coverage
-from canary_core.ops.fingerprint_keys import keys_reason
 from canary_core.ops.state import RegionState
 from canary_core.place import Place
 from canary_core.region import Region, Uncovered
@@ -64,6 +63,8 @@ def attached(config: CanaryConfig, backend: str, regions: Collection[Region], st
 
 def _keys(config: CanaryConfig, states: Collection[RegionState]) -> dict[str, object]:
     """Sort of the fingerprints' keys, and why it is no better one."""
+    from canary_core.ops.fingerprint_keys import keys_reason
+
     kind = next((state.sources.fingerprint_keys.kind for state in states if state.sources), None)
     if kind is None:
         return {}

@@ -13,7 +13,6 @@ from torch import Tensor
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.layers import of_guarded_layers
-from canary_core.ops.fingerprint_keys import FingerprintKeys
 from canary_core.ops.upload import pinned, upload
 from canary_core.records import DESCRIPTOR_WORDS, LOST_WRITE_BYTES, Descriptor
 from canary_core.region import PARTIAL_BYTES, KVSource, Placement, Region, Role
@@ -102,6 +101,8 @@ class SourceTable(Sequence[KVSource]):
         self.gone = False
         """Whether the engine has given the tensors up, see `let_go`."""
         self._rows = self._descriptors()
+        from canary_core.ops.fingerprint_keys import FingerprintKeys
+
         self.fingerprint_keys = FingerprintKeys.of(config)
         self.keys = self.fingerprint_keys.words(max((s.slot_words for s in self), default=1), device)
         self.salts = self.fingerprint_keys.sources(max(len(self), 1), device)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from canary_core.events import Event
-from canary_core.ops.fingerprint_keys import other_keys
 from canary_core.records import Counter
 
 
@@ -19,5 +18,7 @@ class UnfitRows:
         """``counters``: those of a read."""
         slots = counters[Counter.UNFIT_ROWS]
         if slots and not self._told:
+            from canary_core.ops.fingerprint_keys import other_keys
+
             self._told = True
             self._tell(other_keys("records", slots))
