@@ -313,7 +313,7 @@ def weight_table(state: RegionState) -> WeightTable:
     if known is None:
         tensors = [source.tensor.view(torch.uint8).view(-1) for source in state.region.sources]
         ranges = [WeightRange(tensor.data_ptr(), tensor.nbytes, tensor.detach) for tensor in tensors]
-        known = _weight_tables[state] = WeightTable(ranges, state.records.device)
+        known = _weight_tables[state] = WeightTable(ranges, state.records.device, state.sources.fingerprint_keys)
         # Where a comparison of two states looks.
         known.fingerprints = state.chains.view(-1)[: known.chunks]
     return known

@@ -24,7 +24,6 @@ from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.witness import Witness
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
-from canary_core.watchers.audit.memory import tensors_of
 
 if TYPE_CHECKING:
     from canary_core.adapters import BatchAdapter, PoolAdapter
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from canary_core.runtime.contents import Contents
     from canary_core.verdict import Verdict
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
+    from canary_core.watchers.audit.memory import tensors_of
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
 
@@ -135,6 +135,7 @@ _WHEN_ASKED = {
     "read_table": ("ReadLens", "ReadTable"),
     "verdict": ("Verdict",),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
+    "watchers.audit.memory": ("tensors_of",),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),
 }

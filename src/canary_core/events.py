@@ -77,6 +77,7 @@ class Event:
     | window_divergence   | distance of a sliding window's slots from the full pool's, and evictions               |
     | records_travel      | records go with KV to host memory or to another engine: the way, and the memory        |
     | records_left_out    | records can't go along, and why; arrivals are not judged                               |
+    | other_keys          | records or a ledger's entries came with other keys or of another layout: never judged  |
     | records_travelled   | at the end: how many slots went and came with records                                  |
     | ledger_shared       | an origin brings prefixes never kept by this engine: a difference proves nothing now   |
     | ledger_blind        | unknown blocks were kept: a difference proves nothing in the region                    |

@@ -249,6 +249,8 @@ class Counter(IntEnum):
     """Slots passed by the scrub in search of running requests: divided by the region's slots, the number of rounds."""
     SAMPLED_TOKENS = 34
     """Tokens computed or read by a forward, and compared with the sampler's."""
+    UNFIT_ROWS = 35
+    """Slots that came with records of another layout, or fingerprinted with other keys: not judged."""
 
 
 COUNTERS = 40

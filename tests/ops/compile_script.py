@@ -86,9 +86,8 @@ def compile_all(s: Scenario) -> None:
     backend.note(state, *notes(s))
     backend.repair(state, torch.zeros((1, REPAIR_WORDS), dtype=torch.int64))
     content = torch.zeros(300, dtype=torch.uint8)
-    backend.compare_weights(
-        state, WeightTable([WeightRange(content.data_ptr(), 300, lambda: content)], content.device), 0, 2
-    )
+    ranges = [WeightRange(content.data_ptr(), 300, lambda: content)]
+    backend.compare_weights(state, WeightTable(ranges, content.device, state.sources.fingerprint_keys), 0, 2)
     backend.compare_tables(state, read_table(s, batch, table), (0, 0, 0), True)
     for block, slots in blocks(s, table):
         rows = torch.zeros((block.blocks(len(slots)), BLOCK_VALUES + len(state.sources)), dtype=torch.int64)

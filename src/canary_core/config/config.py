@@ -3,7 +3,6 @@
 import os
 import tempfile
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,6 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -26,8 +24,8 @@ from pydantic_settings import (
 )
 
 from canary_core.config.faults import FaultSpec
-from canary_core.config.profiles import PROFILES, PROTECT, Profile
-from canary_core.config.values import MOST_BYTES, LayerShare, ListenAddress, ScrubBudget, notify_target
+from canary_core.config.profiles import Profile, ProfileSource
+from canary_core.config.values import MOST_BYTES, LayerShare, ListenAddress, ScrubBudget, notify_target, sentence
 from canary_core.errors import ConfigError
 
 Mode = Literal["off", "log", "raise"]
@@ -50,25 +48,6 @@ def _readable_faults(text: str) -> str:
 def _unit(unit: str) -> dict[str, Any]:
     """The unit of a setting, kept beside the description for `settings`."""
     return {"unit": unit}
-
-
-class _ProfileSource(PydanticBaseSettingsSource):
-    """Settings source of last resort: the profile's values for everything left open by arguments and environment. Raise
-    mode without a profile is for tests, where nobody waits for a round of the scrub, and gets the scrub of ``hunt``."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """The profile's value of one field, None where the profile has none."""
-        return self._values().get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        """All values of the profile; empty for an unknown profile, reported by validation."""
-        return self._values()
-
-    def _values(self) -> dict[str, Any]:
-        given = self.current_state
-        profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
-        acting = PROTECT if given.get("on_violation") == "protect" else {}
-        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {}), **acting}
 
 
 class CanaryConfig(BaseSettings):
@@ -249,6 +228,17 @@ class CanaryConfig(BaseSettings):
         "what others store may have been computed with other numerics, so a difference would prove nothing.",
         json_schema_extra=_unit("names"),
     )
+    keys: Literal["auto", "seeded", "public"] = Field(
+        default="auto",
+        description="Keys of the fingerprints without CANARY_KEY_FILE. seeded: drawn by each process, so that nobody "
+        "knows which change of bytes would not be seen. public: the same everywhere, for engines that exchange "
+        "records. auto: public where the engine's plugin sends records to other engines, else seeded.",
+    )
+    key_file: str = Field(
+        default="",
+        description="File with a secret of 16 bytes or more, from which the keys of the fingerprints are made: the "
+        "same for all engines that exchange records. Empty: see CANARY_KEYS.",
+    )
     rank: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Rank of this process among those that serve one replica, told with each event."
     )
@@ -382,8 +372,9 @@ class CanaryConfig(BaseSettings):
         "its own setup decides.",
     )
 
-    # No setting: what was found out about the engine, which an environment variable must not claim.
+    # No settings: what was found out about the engine, which an environment variable must not claim.
     _untested_engine: bool = PrivateAttr(default=False)
+    _exports: str = PrivateAttr(default="")
 
     @property
     def untested_engine(self) -> bool:
@@ -396,6 +387,17 @@ class CanaryConfig(BaseSettings):
         forwards audited. Further copies keep both."""
         marked = self.model_copy(update={"audit": max(self.audit, AUDITED_FORWARDS)})
         marked._untested_engine = True
+        return marked
+
+    @property
+    def exports(self) -> str:
+        """The reason why fingerprints leave the process, empty where they don't. Not a setting: see `for_exports`."""
+        return self._exports
+
+    def for_exports(self, reason: str) -> "CanaryConfig":
+        """A copy of the settings for an engine that sends fingerprints to others, and why. Further copies keep it."""
+        marked = self.model_copy()
+        marked._exports = reason
         return marked
 
     def control_folder(self) -> Path:
@@ -412,7 +414,7 @@ class CanaryConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, the environment, the profile."""
-        return init_settings, env_settings, _ProfileSource(settings_cls)
+        return init_settings, env_settings, ProfileSource(settings_cls)
 
     @field_validator("plugins", "ledger_private", mode="before")
     @classmethod
@@ -439,12 +441,4 @@ class CanaryConfig(BaseSettings):
         try:
             return cls(**overrides)  # type: ignore[arg-type]
         except ValidationError as error:
-            raise ConfigError("; ".join(_sentence(problem) for problem in error.errors())) from error
-
-
-def _sentence(problem: Mapping[str, Any]) -> str:
-    """One of pydantic's reports with the setting's name and value; an error of ours says both."""
-    ours = problem.get("ctx", {}).get("error")
-    if isinstance(ours, ConfigError):
-        return str(ours)
-    return f"CANARY_{'.'.join(map(str, problem['loc'])).upper()}: {problem['msg']}, got {problem['input']!r}"
+            raise ConfigError("; ".join(sentence(problem) for problem in error.errors())) from error

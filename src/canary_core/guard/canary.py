@@ -37,7 +37,6 @@ from canary_core.runtime.witness import Witness
 from canary_core.runtime.workspace import Failsafe, Switch, Workspace
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
-from canary_core.watchers.audit.memory import EngineMemory
 from canary_core.watchers.audit.running import RunningAudit
 
 if TYPE_CHECKING:
@@ -87,9 +86,10 @@ class Canary:
                 self.writers.contents.name(region.name, ENCODED)
         on = self.config.mode != "off"
         tensors = pool_tensors() if on and pool_tensors is not None else {}
-        left_out = (*uncovered, *resting(regions, self.config))
-        self.coverage = Coverage(tuple(regions), left_out)
+        self.coverage = Coverage(tuple(regions), left_out := (*uncovered, *resting(regions, self.config)))
         if tensors:
+            from canary_core.watchers.audit.memory import EngineMemory
+
             self.coverage = Coverage.of_engine(tuple(regions), left_out, EngineMemory(tensors))
         self.regions = {r.name: r for r in regions}
         """The guarded regions by name."""
