@@ -60,7 +60,17 @@ class Recomputer(ABC):
     def cached(self, request: str) -> CachedRequest:
         """The content of the cache for ``request``. Raises `CanaryError` if the request is not in the cache."""
 
+    @property
     @abstractmethod
-    def compute(self, request: CachedRequest, chunk_tokens: int) -> Mapping[str, Computed]:
+    def rounding(self) -> float:
+        """Relative error of one rounding of the numbers that attention reads: the unit roundoff of their type, which is
+        ``torch.finfo(dtype).eps / 2``; times ``sqrt(n)`` where sums of ``n`` numbers are kept in that type."""
+
+    @abstractmethod
+    def compute(self, request: CachedRequest, chunk_tokens: int, jitter: float = 0.0) -> Mapping[str, Computed]:
         """The KV of ``request.tokens`` by name of a region, computed from nothing with the weights, adapter and
-        numerics of the request, ``chunk_tokens`` tokens in one forward. Valid until the next call."""
+        numerics of the request, ``chunk_tokens`` tokens in one forward. Valid until the next call.
+
+        With ``jitter`` attention reads each number of K and V multiplied by a random one between ``1 - jitter`` and ``1
+        + jitter``, from a generator of its own, and rounded to its type; returned is what was computed, without that
+        factor."""
