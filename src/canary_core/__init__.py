@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
-    from canary_core.watchers.recompute import LayerError, Recompute, Verification
+    from canary_core.watchers.recompute import LayerError, Recompute, RecomputeJudge, Verification
 
 __version__ = "0.1.0"
 
@@ -93,6 +93,7 @@ __all__ = [
     "ReadLens",
     "ReadTable",
     "Recompute",
+    "RecomputeJudge",
     "Recomputer",
     "RecordBuffers",
     "RecordSweep",
@@ -147,7 +148,7 @@ _WHEN_ASKED = {
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),
-    "watchers.recompute": ("LayerError", "Recompute", "Verification"),
+    "watchers.recompute": ("LayerError", "Recompute", "RecomputeJudge", "Verification"),
 }
 """Public names that not every engine needs, by the module that is loaded with the first use of one."""
 

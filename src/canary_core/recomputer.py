@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from canary_core.region import KVSource
+from canary_core.region import KVSource, Region
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,6 +20,11 @@ class Computed:
 
     sources: tuple[KVSource, ...]
     slots: Tensor = field(repr=False)
+
+    @classmethod
+    def within(cls, region: Region, slots: Tensor) -> "Computed":
+        """In other ``slots`` of ``region`` itself, as an engine fills them that computes a request of its own."""
+        return cls(tuple(region.sources), slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class LayerError:
 @dataclass(frozen=True, slots=True)
 class Verification:
     """``tokens`` of a request in the cache against the same tokens computed again. reason: of a verdict ``unjudged``.
-    finding: of a verdict ``differs``, in a sentence."""
+    finding: of a verdict ``differs``, in a sentence. uncompared: region and source of what has no numbers to
+    compare."""
 
     request: str
     tokens: int
@@ -36,6 +37,7 @@ class Verification:
     reason: str | None = None
     finding: str | None = None
     layers: Sequence[LayerError] = ()
+    uncompared: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; None in the place of an error that is not finite."""
@@ -50,6 +52,8 @@ class Verification:
             bound = "" if one.bound is None else f", noise up to {one.bound:.2g}"
             mark = "  <-- differs" if one.differs else ""
             lines.append(f"  {one.region} {one.source}: median {one.median:.2g}, worst {one.worst:.2g}{bound}{mark}")
+        if self.uncompared:
+            lines.append(f"  not compared: {', '.join(self.uncompared)}")
         return "\n".join(lines)
 
 
