@@ -12,7 +12,7 @@ from canary_core.recomputer import CachedRequest, Computed, Touch
 from canary_core.records import Kind, Phase
 from canary_core.region import KVSource
 from canary_core.violation import Violation
-from canary_core.watchers.recompute.comparison import Comparison, compare
+from canary_core.watchers.recompute.comparison import Comparing, Comparison
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise
 from canary_core.watchers.recompute.verification import LayerError, Verification
 
@@ -86,9 +86,17 @@ class RecomputeJudge:
         if few is not None:
             return few
         self.check_bytes(cached)
-        comparison = compare(self._canary, cached, computed)
+        return self.finish(cached, self.begin(cached, computed).result())
+
+    def begin(self, cached: CachedRequest, computed: Mapping[str, Computed]) -> Comparing:
+        """The first half of `judge`, which does not wait and compares no fingerprints."""
+        return Comparing(self._canary, cached, computed)
+
+    def finish(self, cached: CachedRequest, comparison: Comparison, teaches: bool = True) -> Verification:
+        """The other half, once the figures have arrived. teaches: whether noise may be learnt: both sides should have
+        been computed in different ways."""
         answer = self.verdict(cached, comparison)
-        if self.teaches(cached, comparison):
+        if teaches and self.teaches(cached, comparison):
             self.noise.learn_pair(comparison.errors)
         return answer
 

@@ -16,7 +16,9 @@ STRIDE = 8
 TAUGHT_TOKENS, TAUGHT_REQUESTS = 256, 4
 """Compared tokens, and requests, until the noise counts as known; each was also computed with random roundings."""
 PAIRED_TOKENS, PAIRED_REQUESTS = 1024, 8
-"""The same where an engine can't do so. Only requests that differ at all count: of equal ones nothing can be learnt."""
+"""The same where an engine can't do so. Only requests that differ at all count."""
+EQUAL_TOKENS, EQUAL_REQUESTS = 1024, 16
+"""So many that are equal bit for bit, and no other, are an engine whose paths all give the same."""
 
 MARGIN = 2.0
 """Bound of an error, as a multiple of the largest one of fresh requests. Random roundings are a bound as they are: each
@@ -69,12 +71,16 @@ class Noise:
         self._bounds: dict[Key, Bound] = {}
         self.tokens = self.requests = 0
         self.paired_tokens = self.paired_requests = 0
+        self.equal_tokens = self.equal_requests = 0
 
     @property
     def known(self) -> bool:
         """Whether enough fresh requests were compared for a verdict."""
-        return (self.tokens >= TAUGHT_TOKENS and self.requests >= TAUGHT_REQUESTS) or (
-            self.paired_tokens >= PAIRED_TOKENS and self.paired_requests >= PAIRED_REQUESTS
+        equal = self.equal_tokens >= EQUAL_TOKENS and self.equal_requests >= EQUAL_REQUESTS
+        return (
+            (self.tokens >= TAUGHT_TOKENS and self.requests >= TAUGHT_REQUESTS)
+            or (self.paired_tokens >= PAIRED_TOKENS and self.paired_requests >= PAIRED_REQUESTS)
+            or (equal and not self.paired_requests)
         )
 
     def learn(self, paths: Sequence[Sequence[Errors]], rounded: Sequence[Errors]) -> None:
@@ -92,6 +98,9 @@ class Noise:
         if any(bool(errors.values.any()) for errors in pair):
             self.paired_requests += 1
             self.paired_tokens += _most_tokens(pair)
+        else:
+            self.equal_requests += 1
+            self.equal_tokens += _most_tokens(pair)
         for errors in pair:
             deepest: dict[str, float] = {}
             for source, tokens in sorted(zip(errors.sources, errors.values, strict=True), key=lambda one: one[0].layer):

@@ -9,7 +9,7 @@ import torch
 
 from canary_core.errors import CanaryError, error_text
 from canary_core.recomputer import CachedRequest, Recomputer
-from canary_core.watchers.recompute.comparison import Comparison, compare
+from canary_core.watchers.recompute.comparison import Comparing, Comparison
 from canary_core.watchers.recompute.judge import RecomputeHost, RecomputeJudge
 from canary_core.watchers.recompute.noise import Noise
 from canary_core.watchers.recompute.verification import Verification
@@ -98,4 +98,4 @@ class Recompute:
             return self.judge.unjudged(name, "the device has no memory for a second computation of this request")
 
     def _compare(self, cached: CachedRequest, chunk_tokens: int, jitter: float = 0.0) -> Comparison:
-        return compare(self._canary, cached, self._recomputer.compute(cached, chunk_tokens, jitter))
+        return Comparing(self._canary, cached, self._recomputer.compute(cached, chunk_tokens, jitter)).result()
