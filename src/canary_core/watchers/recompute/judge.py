@@ -168,9 +168,10 @@ class RecomputeJudge:
         bound = self._bound(errors.region, source) or Bound(0.0, 0.0)
         starts, medians = errors.windows()
         over = [starts[i] for i in (medians[column] > bound.window).nonzero()[:, 0].tolist()]
-        within = values[over[0] : over[0] + WINDOW_TOKENS] > bound.token
-        # Most tokens of the window are over the bound of medians, if none is over that of a single one.
-        at = over[0] + (int(within.nonzero()[0]) if bool(within.any()) else 0)
+        window = values[over[0] : over[0] + WINDOW_TOKENS]
+        # At least half of the window is over the bound of medians, if nothing is over that of a single token.
+        far = window > (bound.token if bool((window > bound.token).any()) else bound.window)
+        at = over[0] + int(far.nonzero()[0])
         position = errors.positions[at]
         everywhere = len(over) == len(starts) and at == 0
         touch = next((touch for touch in cached.touches if position < touch.end), None)
