@@ -4,6 +4,7 @@ import pytest
 from vllm_on_cpu import guarded, verified
 
 from canary_core import Kind
+from canary_vllm.hooks import HOOKS
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
 QUIET = dict(read_check=0, scrub_budget="0", bytes="off")
@@ -66,3 +67,20 @@ def test_a_layer_that_was_skipped_for_one_request_is_told(small):
         verified.finish(small)
         assert [one.verdict for one in answers] == ["differs", "same"]
         assert told(guard) == [(1, 0, "ill", "everywhere")]
+
+
+def test_clean_traffic_is_well_and_answers_stay_the_same(small, monkeypatch):
+    """Hits and chunks, with as many internal requests as there is room for: each verdict is the same, no client gets an
+    output of them, no block stays, and none of theirs is in the prefix cache."""
+    monkeypatch.setattr("canary_vllm.hooks._share", lambda config: 1.0)
+    small.renew()
+    plain = guarded.traffic(small, 4, new_tokens=40)
+    with guarded.guard(small, **QUIET) as guard:
+        answers = guarded.traffic(small, 4, new_tokens=40)
+        (session,) = HOOKS.sessions
+        assert answers == plain
+        assert len(session.recomputed.answers) > 15
+        assert {answer.verdict for answer in session.recomputed.answers} == {"same"}
+        assert guard.trouble() == []
+        assert small.pool.get_num_free_blocks() == len(small.pool.blocks) - 1
+        assert small.scheduler.requests == {}
