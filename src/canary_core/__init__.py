@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from canary_core.plugins import start_for as start_plugins_for
     from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
     from canary_core.read_table import ReadLens, ReadTable
+    from canary_core.recomputer import CachedRequest, Computed, Recomputer, Touch
     from canary_core.runtime.contents import Contents
     from canary_core.verdict import Verdict
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
     from canary_core.watchers.audit.memory import tensors_of
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
+    from canary_core.watchers.recompute import LayerError, Recompute, RecomputeJudge, Verification
 
 __version__ = "0.1.0"
 
@@ -56,10 +58,12 @@ __all__ = [
     "AttachError",
     "BatchAdapter",
     "BatchView",
+    "CachedRequest",
     "CachedRun",
     "Canary",
     "CanaryConfig",
     "CanaryError",
+    "Computed",
     "ConfigError",
     "Contents",
     "EngineInfo",
@@ -72,6 +76,7 @@ __all__ = [
     "Incident",
     "KVSource",
     "Kind",
+    "LayerError",
     "Ledger",
     "Level",
     "MisuseError",
@@ -87,6 +92,9 @@ __all__ = [
     "PoolAdapter",
     "ReadLens",
     "ReadTable",
+    "Recompute",
+    "RecomputeJudge",
+    "Recomputer",
     "RecordBuffers",
     "RecordSweep",
     "Region",
@@ -101,8 +109,10 @@ __all__ = [
     "StepListener",
     "StreamSet",
     "SweepResult",
+    "Touch",
     "Uncovered",
     "Verdict",
+    "Verification",
     "Violation",
     "ViolationError",
     "Watchdog",
@@ -133,11 +143,13 @@ _WHEN_ASKED = {
     "plugins.hookspecs": ("PROTOCOL", "hookimpl"),
     "runtime.contents": ("Contents",),
     "read_table": ("ReadLens", "ReadTable"),
+    "recomputer": ("CachedRequest", "Computed", "Recomputer", "Touch"),
     "verdict": ("Verdict",),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
     "watchers.audit.memory": ("tensors_of",),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),
+    "watchers.recompute": ("LayerError", "Recompute", "RecomputeJudge", "Verification"),
 }
 """Public names that not every engine needs, by the module that is loaded with the first use of one."""
 
