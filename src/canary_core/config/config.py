@@ -17,7 +17,6 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -26,8 +25,8 @@ from pydantic_settings import (
 )
 
 from canary_core.config.faults import FaultSpec
-from canary_core.config.profiles import PROFILES, PROTECT, Profile
-from canary_core.config.values import MOST_BYTES, LayerShare, ListenAddress, ScrubBudget, notify_target
+from canary_core.config.profiles import Profile, ProfileSource
+from canary_core.config.values import MOST_BYTES, LayerShare, ListenAddress, RecomputeShare, ScrubBudget, notify_target
 from canary_core.errors import ConfigError
 
 Mode = Literal["off", "log", "raise"]
@@ -50,25 +49,6 @@ def _readable_faults(text: str) -> str:
 def _unit(unit: str) -> dict[str, Any]:
     """The unit of a setting, kept beside the description for `settings`."""
     return {"unit": unit}
-
-
-class _ProfileSource(PydanticBaseSettingsSource):
-    """Settings source of last resort: the profile's values for everything left open by arguments and environment. Raise
-    mode without a profile is for tests, where nobody waits for a round of the scrub, and gets the scrub of ``hunt``."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """The profile's value of one field, None where the profile has none."""
-        return self._values().get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        """All values of the profile; empty for an unknown profile, reported by validation."""
-        return self._values()
-
-    def _values(self) -> dict[str, Any]:
-        given = self.current_state
-        profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
-        acting = PROTECT if given.get("on_violation") == "protect" else {}
-        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {}), **acting}
 
 
 class CanaryConfig(BaseSettings):
@@ -176,6 +156,15 @@ class CanaryConfig(BaseSettings):
         default=False,
         description="The parameters of the model are compared with what they were, some after each forward, as many "
         "bytes as CANARY_SCRUB_BUDGET gives to slots, beside these. Takes 12 bytes for each 64 KiB of weights.",
+    )
+    recompute: Annotated[
+        RecomputeShare, NoDecode, BeforeValidator(RecomputeShare.parse), PlainSerializer(str, return_type=str)
+    ] = Field(
+        default=RecomputeShare(),
+        description="How much of the time requests are computed again, and the KV in the cache compared with the "
+        "result, where the engine's plugin can: a share such as 1%, or so many verdicts such as 8, at any price, and "
+        "then no more; 0: none but those that are asked for.",
+        json_schema_extra=_unit("share of time, or verdicts"),
     )
     hit_check: bool = Field(
         default=False,
@@ -412,7 +401,7 @@ class CanaryConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, the environment, the profile."""
-        return init_settings, env_settings, _ProfileSource(settings_cls)
+        return init_settings, env_settings, ProfileSource(settings_cls)
 
     @field_validator("plugins", "ledger_private", mode="before")
     @classmethod

@@ -2,6 +2,9 @@
 
 from typing import Any, Literal
 
+from pydantic.fields import FieldInfo
+from pydantic_settings import PydanticBaseSettingsSource
+
 Profile = Literal["watch", "hunt", "ci"]
 
 HUNT: dict[str, Any] = {
@@ -13,10 +16,11 @@ HUNT: dict[str, Any] = {
     "store_check": True,
     "weights": True,
     "hit_check": True,
+    "recompute": "1%",
     "read_interval": 1,
 }
 """Settings for earlier findings, at a price: reads compared, a busier scrub, sweeps, states every step, stores compared
-layer by layer, weights and prefix hits compared, counters read after every forward."""
+layer by layer, weights and prefix hits compared, requests computed again, counters read after every forward."""
 
 PROTECT: dict[str, Any] = {"hit_check": True, "read_interval": 1}
 """Values set by ``on_violation=protect``, unless given: what is shared is compared before, and told at once."""
@@ -24,6 +28,25 @@ PROTECT: dict[str, Any] = {"hit_check": True, "read_interval": 1}
 PROFILES: dict[str, dict[str, Any]] = {
     "watch": {},
     "hunt": HUNT,
-    "ci": {**HUNT, "mode": "raise", "audit": 8},
+    "ci": {**HUNT, "mode": "raise", "audit": 8, "recompute": "8"},
 }
 """Values set by each profile, unless a variable or an argument is given. ``watch`` has the defaults."""
+
+
+class ProfileSource(PydanticBaseSettingsSource):
+    """Settings source of last resort: the profile's values for everything left open by arguments and environment. Raise
+    mode without a profile is for tests, where nobody waits for a round of the scrub, and gets the scrub of ``hunt``."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The profile's value of one field, None where the profile has none."""
+        return self._values().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """All values of the profile; empty for an unknown profile, reported by validation."""
+        return self._values()
+
+    def _values(self) -> dict[str, Any]:
+        given = self.current_state
+        profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
+        acting = PROTECT if given.get("on_violation") == "protect" else {}
+        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {}), **acting}
