@@ -33,7 +33,7 @@ class RecomputePairs:
     """Judges each `RecomputePair` that a worker is sent, within the memory of ``canary``. ``groups``: those of
     attention, of which some may have no numbers. ``rounding``: see `RecomputeJudge`.
 
-    Nothing waits for the device, unless somebody asked for the answer by `verify`: then all bytes are compared with
+    Nothing waits for the device, unless somebody asked for the answer by `ask`: then all bytes are compared with
     their fingerprints, too.
     """
 
@@ -45,9 +45,10 @@ class RecomputePairs:
         self._begun: deque[_Begun] = deque()
         self._lock = threading.Lock()
         self._wanted: list[str] = []
-        self._waiting: dict[str, list[Future[Verification]]] = {}
+        self._waiting: dict[str, list[Future[list[Verification]]]] = {}
         self.answers: deque[Verification] = deque(maxlen=KEPT)
         """The last ones, oldest first."""
+        canary.verifier = self
 
     @property
     def judge(self) -> "RecomputeJudge":
@@ -58,9 +59,13 @@ class RecomputePairs:
             self._judge = RecomputeJudge(self._canary, self._rounding)
         return self._judge
 
-    def verify(self, request: str) -> "Future[Verification]":
-        """Asks for a running request, from any thread. The answer comes some steps later, in a running engine."""
-        answer: Future[Verification] = Future()
+    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
+        """Asks for a running request, from any thread. The answer comes some steps later, in a running engine. For all
+        at once (None) there is a `CanaryError`."""
+        answer: Future[list[Verification]] = Future()
+        if request is None:
+            answer.set_exception(CanaryError("this engine computes one request at a time again: name it"))
+            return answer
         with self._lock:
             self._waiting.setdefault(request, []).append(answer)
             self._wanted.append(request)
@@ -118,7 +123,7 @@ class RecomputePairs:
         with self._lock:
             waiting = self._waiting.pop(answer.request, ())
         for one in waiting:
-            one.set_result(answer)
+            one.set_result([answer])
 
     def _cached(self, pair: RecomputePair) -> CachedRequest:
         slots = {group.region: self._slots(group, pair.held[group.number], pair.tokens) for group in self._groups}

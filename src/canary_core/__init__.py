@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from canary_core.plugins import start_for as start_plugins_for
     from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
     from canary_core.read_table import ReadLens, ReadTable
-    from canary_core.recomputer import CachedRequest, Computed, Recomputer, Touch
+    from canary_core.recomputer import CachedRequest, Computed, Outline, Recomputer, Touch
     from canary_core.runtime.contents import Contents
     from canary_core.verdict import Verdict
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
     from canary_core.watchers.audit.memory import tensors_of
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
-    from canary_core.watchers.recompute import LayerError, Recompute, RecomputeJudge, Verification
+    from canary_core.watchers.recompute import LayerError, Recompute, RecomputeJudge, Verification, Verifier
 
 __version__ = "0.1.0"
 
@@ -81,6 +81,7 @@ __all__ = [
     "Level",
     "MisuseError",
     "Origin",
+    "Outline",
     "Overlap",
     "Patches",
     "PayloadCheck",
@@ -113,6 +114,7 @@ __all__ = [
     "Uncovered",
     "Verdict",
     "Verification",
+    "Verifier",
     "Violation",
     "ViolationError",
     "Watchdog",
@@ -143,13 +145,13 @@ _WHEN_ASKED = {
     "plugins.hookspecs": ("PROTOCOL", "hookimpl"),
     "runtime.contents": ("Contents",),
     "read_table": ("ReadLens", "ReadTable"),
-    "recomputer": ("CachedRequest", "Computed", "Recomputer", "Touch"),
+    "recomputer": ("CachedRequest", "Computed", "Outline", "Recomputer", "Touch"),
     "verdict": ("Verdict",),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
     "watchers.audit.memory": ("tensors_of",),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),
-    "watchers.recompute": ("LayerError", "Recompute", "RecomputeJudge", "Verification"),
+    "watchers.recompute": ("LayerError", "Recompute", "RecomputeJudge", "Verification", "Verifier"),
 }
 """Public names that not every engine needs, by the module that is loaded with the first use of one."""
 

@@ -50,6 +50,14 @@ class CachedRequest:
     touches: Sequence[Touch] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Number of a request's tokens in the cache, and whether there is any `Touch`."""
+
+    tokens: int
+    touched: bool
+
+
 class Recomputer(ABC):
     """Computes the KV of a request again, from its tokens alone. Called on the engine's own thread between forwards, on
     the stream of the forwards. What an engine can't do it says: each method raises `CanaryError` with the reason.
@@ -64,6 +72,17 @@ class Recomputer(ABC):
     @abstractmethod
     def cached(self, request: str) -> CachedRequest:
         """The content of the cache for ``request``. Raises `CanaryError` if the request is not in the cache."""
+
+    def outline(self, request: str) -> Outline:
+        """Facts of ``request`` known to the host at no cost; those of `cached`, unless overridden."""
+        cached = self.cached(request)
+        return Outline(len(cached.tokens), bool(cached.touches))
+
+    @property
+    def pressed(self) -> bool:
+        """Whether requests of users wait, or memory is short, so that nothing should be computed that nobody has asked
+        for."""
+        return False
 
     @property
     @abstractmethod

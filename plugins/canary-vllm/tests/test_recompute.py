@@ -1,10 +1,10 @@
 """Requests that vLLM's scheduler has computed again: clean ones are never told, broken ones are, by their KV alone."""
 
 import pytest
+from canary_vllm.hooks import HOOKS
 from vllm_on_cpu import guarded, verified
 
 from canary_core import Kind
-from canary_vllm.hooks import HOOKS
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
 QUIET = dict(read_check=0, scrub_budget="0", bytes="off")

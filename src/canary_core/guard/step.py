@@ -10,7 +10,6 @@ from canary_core.events import Event
 from canary_core.guard.forward import Facade, Forward, Measured, PassedBy
 from canary_core.guard.listener import Listeners, StepListener
 from canary_core.guard.overhead import Overhead
-from canary_core.guard.pause import Pause
 from canary_core.guard.recorder import Recorder
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.read_times import ReadTimes
@@ -87,6 +86,8 @@ class Step:
         self.weights = self._recorder.weights
         """Whether the model's parameters keep their bytes; None without ``CANARY_WEIGHTS``."""
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
+        from canary_core.guard.pause import Pause
+
         self._pause = Pause(slots, canary.sampled, self.tables, self.watchdog, switch)
         self._forward = Forward(canary, switch, slots, self._recorder, self.watchdog)
         self._measured = Measured(self._forward, self.overhead)

@@ -119,27 +119,56 @@ def test_clean_traffic_is_never_blamed(name, engine):
     assert verified.guard.violations == []
 
 
-def test_answers_are_the_same_bit_for_bit(engine):
-    """With every step's requests computed again and without: the same tokens, and the same bytes in the pool."""
+@pytest.mark.parametrize("recompute", ["0", "100%"])
+def test_answers_are_the_same_bit_for_bit(recompute, engine):
+    """With every step's requests computed again, by a call or by the setting, and without: the same tokens, and the
+    same bytes in the pool."""
     pools, answers = [], []
     for verify in (True, False):
-        verified = engine()
+        verified = engine(recompute=recompute if verify else "0")
         prompts = [tokens(random.Random(n)) for n in range(3)]
         for n, prompt in enumerate(prompts):
             verified.submit(f"{n}", prompt, 20)
         for _ in range(40):
             verified.step()
-            if verify:
+            if verify and recompute == "0":
                 verified.recompute.now()
         answers.append([verified.engine.answer(f"{n}") for n in range(3)])
         pools.append(verified.engine._cache.cache_tensor.clone())
         stats = verified.guard.stats()
-        assert (stats.get("recomputed_requests", 0) > 20) is verify
+        assert (stats.get("recomputed_requests", 0) > (20 if recompute == "0" else 2)) is verify
         assert stats["violations"] == 0
         verified.guard.close()
         verified.engine.close()
     assert answers[0] == answers[1]
     assert torch.equal(pools[0], pools[1])
+
+
+def test_nothing_is_made_until_somebody_asks(engine):
+    """Off costs a look at one attribute."""
+    verified = engine()
+    verified.submit("a")
+    verified.finish()
+    assert verified.guard._sessions[0].verifier._recompute is None
+    assert not [name for name in verified.guard.stats() if name.startswith("recompute")]
+
+
+def test_weights_changed_under_a_kept_cache_are_found_without_being_asked_for(engine, monkeypatch):
+    """By ``CANARY_RECOMPUTE`` alone, once the noise is known; fresh requests of the old weights were right."""
+    verified = engine(recompute="100%")
+    for n in range(6):
+        verified.submit(f"fresh {n}")
+        verified.finish()
+    assert verified.recompute.noise.known
+    verified.submit("older")
+    verified.step(30)
+    assert verified.guard.violations == []
+    weights_change(verified, monkeypatch)
+    verified.finish()
+    stats = verified.guard.stats()
+    assert stats["recompute_same"] > 0
+    assert stats["recompute_differs"] == 1
+    assert [(v.request, v.rule) for v in verified.guard.violations] == [("older", "everywhere")]
 
 
 def test_what_can_not_be_judged_says_so(engine):

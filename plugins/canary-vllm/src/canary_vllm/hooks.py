@@ -239,7 +239,10 @@ class Hooks:
             return
         try:
             self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
-            self._internal[id(scheduler)] = recompute.follow(scheduler, _share(self._config))
+            self._internal[id(scheduler)] = recompute.follow(scheduler, self._config.recompute.share)
+            if self._config.recompute.verdicts:
+                reason = f"vLLM's scheduler needs a share such as 1%, CANARY_RECOMPUTE is {self._config.recompute}"
+                emit(Event("recompute_off", "warning", {"reason": reason}))
             if self._protection is not None:
                 self._protection.joined(scheduler)
         except Exception as error:
@@ -292,10 +295,6 @@ class Hooks:
 
     def _left_out(self, what: str, problems: Sequence[str]) -> None:
         emit(Event("hooks_left_out", "error", {"reason": f"{what}: {'; '.join(problems)}"}))
-
-
-def _share(config: CanaryConfig) -> float:
-    return float(getattr(getattr(config, "recompute", None), "share", 0.0))
 
 
 HOOKS = Hooks()

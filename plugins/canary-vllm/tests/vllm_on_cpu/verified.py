@@ -57,10 +57,10 @@ def prompt(seed: object, tokens: int = 70) -> list[int]:
 def verify(small: SmallEngine, *names: str) -> list[Verification]:
     """Asks for running requests, and steps the engine until all are answered."""
     (session,) = HOOKS.sessions
-    asked = [session.recomputed.verify(name) for name in names]
+    asked = [session.recomputed.ask(name) for name in names]
     while not all(one.done() for one in asked):
         assert small.step(), "nothing runs, and nothing is answered"
-    return [one.result() for one in asked]
+    return [answer for one in asked for answer in one.result()]
 
 
 def begin(small: SmallEngine, decoded: int, prompts: Mapping[str, Sequence[int]], **more: Any) -> None:

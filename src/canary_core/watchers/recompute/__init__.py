@@ -4,3 +4,4 @@ from canary_core.watchers.recompute.judge import RecomputeJudge as RecomputeJudg
 from canary_core.watchers.recompute.recompute import Recompute as Recompute
 from canary_core.watchers.recompute.verification import LayerError as LayerError
 from canary_core.watchers.recompute.verification import Verification as Verification
+from canary_core.watchers.recompute.verification import Verifier as Verifier

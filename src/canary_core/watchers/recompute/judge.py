@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.ops.state import RegionState
 from canary_core.recomputer import CachedRequest, Computed, Touch
@@ -14,7 +15,7 @@ from canary_core.region import KVSource
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.comparison import Comparing, Comparison
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise
-from canary_core.watchers.recompute.verification import LayerError, Verification
+from canary_core.watchers.recompute.verification import LayerError, Reason, Verification, Verifier
 
 MOST_REASONS = 32
 """Different reasons of missing verdicts told by events."""
@@ -23,7 +24,10 @@ UNKNOWN = "the noise of this engine is not known yet: more fresh requests must b
 
 
 class RecomputeHost(Protocol):
-    """The part of `Canary` used here."""
+    """The part of `Canary` used here. verifier: has requests computed again for whoever asks."""
+
+    config: CanaryConfig
+    verifier: Verifier | None
 
     @property
     def states(self) -> Mapping[str, RegionState]:
@@ -65,8 +69,9 @@ class RecomputeJudge:
 
     rounding: gives `Recomputer.rounding`, once the first request is compared.
 
-    Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_unjudged``; each new reason
-    for a missing verdict is an ``unjudged`` event.
+    Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_same``,
+    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`; each new reason for a missing verdict is an
+    ``unjudged`` event.
     """
 
     def __init__(self, canary: RecomputeHost, rounding: Callable[[], float]) -> None:
@@ -105,7 +110,7 @@ class RecomputeJudge:
         if len(cached.tokens) >= WINDOW_TOKENS:
             return None
         why = f"fewer than {WINDOW_TOKENS} tokens are in the cache: a median of so few is no proof"
-        return self.unjudged(cached.request, why, len(cached.tokens))
+        return self.unjudged(cached.request, why, "few_tokens", len(cached.tokens))
 
     def check_bytes(self, cached: CachedRequest) -> None:
         """Compares all bytes with their fingerprints: a finding of its own."""
@@ -121,14 +126,15 @@ class RecomputeJudge:
         tokens = len(cached.tokens)
         if not any(len(one.positions) >= WINDOW_TOKENS and one.sources for one in comparison.errors):
             why = f"no region has {WINDOW_TOKENS} tokens of it that can be compared as numbers"
-            return self.unjudged(cached.request, why, tokens, uncompared=comparison.missing)
+            return self.unjudged(cached.request, why, "no_numbers", tokens, (), comparison.missing)
         self._canary.count("recomputed_requests")
         self._canary.count("recomputed_tokens", tokens)
         layers = self._layers(comparison.errors)
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
-            return self.unjudged(cached.request, UNKNOWN, tokens, layers, comparison.missing)
+            return self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, comparison.missing)
         wrong = [one for one in layers if one.differs]
+        self._canary.count("recompute_differs" if wrong else "recompute_same")
         if not wrong:
             return Verification(cached.request, tokens, "same", None, None, layers, comparison.missing)
         first = min(wrong, key=lambda one: (one.layer, -one.worst / (one.bound or 1)))
@@ -138,14 +144,16 @@ class RecomputeJudge:
         return Verification(cached.request, tokens, "differs", None, finding.explanation, layers, comparison.missing)
 
     def unjudged(
-        self, request: str, why: str, tokens: int = 0, layers: Sequence[LayerError] = (), uncompared: Sequence[str] = ()
+        self, request: str, why: str, reason: Reason = "refused", tokens: int = 0, *rest: Sequence[Any]
     ) -> Verification:
-        """The answer where there is no verdict. Counts it, and tells each reason once."""
+        """The answer where there is no verdict. Counts it, and tells each sentence ``why`` once. ``rest``: the last
+        fields of the answer."""
         self._canary.count("recompute_unjudged")
+        self._canary.count(f"recompute_{reason}")
         if why not in self._told and len(self._told) < MOST_REASONS:
             self._told.add(why)
             self._canary.tell(Event("unjudged", "warning", {"request": request, "reason": why}))
-        return Verification(request, tokens, "unjudged", why, None, layers, uncompared)
+        return Verification(request, tokens, "unjudged", why, None, *rest)
 
     def _bound(self, region: str, source: KVSource) -> Bound | None:
         return self.noise.bound(region, source) if self.noise.known else None

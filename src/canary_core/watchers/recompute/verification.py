@@ -1,8 +1,14 @@
 """`Verification`: the answer for one request, with the figures of each layer."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, get_args
+
+Reason = Literal["few_tokens", "noise_unknown", "no_numbers", "no_memory", "refused", "failed"]
+"""Sorts of missing verdicts, as they are counted. refused: the engine's plugin says why."""
+OUTCOMES: tuple[str, ...] = ("same", "differs", *get_args(Reason))
+"""All that a recompute can come to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,14 @@ class Verification:
         if self.uncompared:
             lines.append(f"  not compared: {', '.join(self.uncompared)}")
         return "\n".join(lines)
+
+
+class Verifier(Protocol):
+    """Has requests of one Canary computed again: `Canary.verifier`."""
+
+    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
+        """Asks for the verification of one request, or (None) of all with KV in the cache, and does not wait. For any
+        thread. The result may be a `CanaryError`."""
 
 
 def _finite(error: float) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from canary_adapters import upload
-from canary_core import CachedRequest, CanaryError, Computed, KVSource, Recomputer, Touch
+from canary_core import CachedRequest, CanaryError, Computed, KVSource, Outline, Recomputer, Touch
 from canary_transformers.continuous import compat
 from canary_transformers.generate.hooks import GENERATE
 
@@ -64,6 +64,18 @@ class ContinuousRecomputer(Recomputer):
             touches.append(Touch("preemption", len(state.initial_tokens)))
         slots = {group.name: self._slots(group, request, count) for group in self._groups}
         return CachedRequest(request, known[:count], slots, touches)
+
+    def outline(self, request: str) -> Outline:
+        """Without its slots."""
+        state = self._scheduler.active_requests[request]
+        known = len(state.initial_tokens) + len(state.generated_tokens)
+        touched = bool(self._touched.get(request)) or bool(state._true_initial_tokens)
+        return Outline(min(state.position_offset, known), touched)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether requests wait for room in a batch or in the cache."""
+        return bool(self._scheduler.waiting_requests)
 
     @property
     def rounding(self) -> float:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Verifier:
-    """Follows where the content of requests comes from, and serves `verify`. Until that is called nothing is computed.
+    """Follows where the content of requests comes from, and serves `verify` and ``CANARY_RECOMPUTE``. Without these
+    nothing is computed.
 
     model: gives the model, None before the first forward.
     """
@@ -26,6 +28,9 @@ class Verifier:
         self._processor = processor
         self._recomputer = ContinuousRecomputer(processor, groups, model)
         self._recompute: Recompute | None = None
+        canary.verifier = self
+        if canary.config.recompute:
+            _ = self.recompute
 
     @property
     def recompute(self) -> "Recompute":
@@ -42,6 +47,10 @@ class Verifier:
             raise CanaryError("nothing is verified here any more: an error switched Canary off, or it was closed")
         return self.recompute.verify(request, timeout_s)
 
+    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
+        """See `Verifier.ask` of the core."""
+        return self.recompute.ask(request)
+
     def follow(self, patches: Patches, on_stream: AbstractContextManager[object]) -> None:
         """Hooks the engine's search for prefixes, its forks, and its loop. ``on_stream``: a context on the stream of
         forwards, to be entered again and again."""
@@ -55,7 +64,7 @@ class Verifier:
             @functools.wraps(original)
             def prepare_next_batch() -> bool:
                 # Afterwards requests count tokens of the next batch, which are not computed yet.
-                if self._recompute is not None:
+                if self._recompute is not None and self._canary.enabled:
                     with on_stream:
                         self._recompute.serve()
                 return original()
