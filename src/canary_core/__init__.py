@@ -27,6 +27,7 @@ from canary_core.violation import Violation
 
 if TYPE_CHECKING:
     from canary_core.adapters import BatchAdapter, PoolAdapter
+    from canary_core.attention import Attended, AttentionObserver, AttentionRule
     from canary_core.ops.payload import (
         PayloadCheck,
         PayloadLayout,
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
     from canary_core.watchers.audit.memory import tensors_of
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
-    from canary_core.watchers.recompute import LayerError, Recompute, RecomputeJudge, Verification, Verifier
+    from canary_core.watchers.recompute import (
+        AttentionError, LayerError, Recompute, RecomputeJudge, Verification, Verifier,
+    )  # fmt: skip
 
 __version__ = "0.1.0"
 
@@ -56,6 +59,10 @@ __all__ = [
     "PROTOCOL",
     "Arrival",
     "AttachError",
+    "Attended",
+    "AttentionError",
+    "AttentionObserver",
+    "AttentionRule",
     "BatchAdapter",
     "BatchView",
     "CachedRequest",
@@ -138,6 +145,7 @@ __all__ = [
 
 _WHEN_ASKED = {
     "adapters": ("BatchAdapter", "PoolAdapter"),
+    "attention": ("Attended", "AttentionObserver", "AttentionRule"),
     "ops.payload": ("PayloadCheck", "PayloadLayout", "PayloadRecords", "check_payload", "fingerprint_bytes"),
     "ops.record_buffers": ("RecordBuffers",),
     "patches": ("Patches",),
@@ -151,7 +159,7 @@ _WHEN_ASKED = {
     "watchers.audit.memory": ("tensors_of",),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),
-    "watchers.recompute": ("LayerError", "Recompute", "RecomputeJudge", "Verification", "Verifier"),
+    "watchers.recompute": ("AttentionError", "LayerError", "Recompute", "RecomputeJudge", "Verification", "Verifier"),
 }
 """Public names that not every engine needs, by the module that is loaded with the first use of one."""
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from canary_core.attention import AttentionObserver, AttentionRule
 from canary_core.region import KVSource, Region
 
 
@@ -90,11 +91,20 @@ class Recomputer(ABC):
         """Relative error of one rounding of the numbers that attention reads: the unit roundoff of their type, which is
         ``torch.finfo(dtype).eps / 2``; times ``sqrt(n)`` where sums of ``n`` numbers are kept in that type."""
 
+    def attention(self) -> Mapping[int, AttentionRule | str]:
+        """By layer: the rule of attention by the model's configuration, or the reason for which none is known. Empty
+        where `compute` takes no observer. Read once, so later changes of the configuration are none of the rule's."""
+        return {}
+
     @abstractmethod
-    def compute(self, request: CachedRequest, chunk_tokens: int, jitter: float = 0.0) -> Mapping[str, Computed]:
+    def compute(
+        self, request: CachedRequest, chunk_tokens: int, jitter: float = 0.0, observer: AttentionObserver | None = None
+    ) -> Mapping[str, Computed]:
         """The KV of ``request.tokens`` by name of a region, computed from nothing with the weights, adapter and
         numerics of the request, ``chunk_tokens`` tokens in one forward. Valid until the next call.
 
         With ``jitter`` attention reads each number of K and V multiplied by a random one between ``1 - jitter`` and ``1
         + jitter``, from a generator of its own, and rounded to its type; returned is what was computed, without that
-        factor."""
+        factor.
+
+        ``observer`` sees each forward's attention of its layer; it is given only where `attention` has rules."""

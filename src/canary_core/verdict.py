@@ -16,12 +16,12 @@ others."""
 MISLED = frozenset(
     {
         Kind.SLOT_RANGE, Kind.NULL_SLOT, Kind.WRITE_INPUT, Kind.WRITE_SLOT, Kind.TWO_WRITERS, Kind.READ_LENGTH,
-        Kind.READ_TABLE,
+        Kind.READ_TABLE, Kind.ATTENTION,
     }
 )  # fmt: skip
 """Findings of a request whose forward was given something wrong; no slot is to blame."""
 
-NOW_AND_THEN = frozenset({Kind.READ_LENGTH, Kind.READ_TABLE, Kind.RECOMPUTE})
+NOW_AND_THEN = frozenset({Kind.READ_LENGTH, Kind.READ_TABLE, Kind.RECOMPUTE, Kind.ATTENTION})
 """Kinds looked for now and then only: forwards before may have had the same fault."""
 
 

@@ -155,7 +155,7 @@ def test_nothing_is_made_until_somebody_asks(engine):
 
 def test_weights_changed_under_a_kept_cache_are_found_without_being_asked_for(engine, monkeypatch):
     """By ``CANARY_RECOMPUTE`` alone, once the noise is known; fresh requests of the old weights were right."""
-    verified = engine(recompute="100%")
+    verified = engine(recompute="1000")
     for n in range(6):
         verified.submit(f"fresh {n}")
         verified.finish()

@@ -38,15 +38,8 @@ class Errors:
     values: Tensor
 
     def windows(self) -> tuple[list[int], Tensor]:
-        """First index of each window of `WINDOW_TOKENS` compared tokens, the last one at the end; and the median of
-        each source in it, ``[sources, windows]``."""
-        last = len(self.positions) - WINDOW_TOKENS
-        starts = sorted({*range(0, last + 1, STRIDE), last}) if last >= 0 else []
-        if not starts:
-            return [], self.values.new_zeros(len(self.sources), 0)
-        # A slice for each: sources have hundreds of windows at most, and nothing of the kind is in a forward.
-        medians = [self.values[:, start : start + WINDOW_TOKENS].median(1).values for start in starts]
-        return starts, torch.stack(medians, 1)
+        """See `windows`."""
+        return windows(self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +48,17 @@ class Bound:
 
     window: float
     token: float
+
+
+def windows(values: Tensor) -> tuple[list[int], Tensor]:
+    """Of ``values``, ``[rows, n]``: first index of each window of `WINDOW_TOKENS` of ``n`` tokens, the last one at the
+    end; and the median of each row in it, ``[rows, windows]``."""
+    last = values.shape[1] - WINDOW_TOKENS
+    starts = sorted({*range(0, last + 1, STRIDE), last}) if last >= 0 else []
+    if not starts:
+        return [], values.new_zeros(len(values), 0)
+    # A slice for each: there are hundreds of windows at most, and nothing of the kind is in a forward.
+    return starts, torch.stack([values[:, start : start + WINDOW_TOKENS].median(1).values for start in starts], 1)
 
 
 class Noise:

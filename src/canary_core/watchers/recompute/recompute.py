@@ -12,6 +12,8 @@ import torch
 from canary_core.errors import CanaryError, error_text
 from canary_core.events import Event
 from canary_core.recomputer import CachedRequest, Recomputer
+from canary_core.watchers.recompute.attention import AttentionLook
+from canary_core.watchers.recompute.attention_turns import AttentionTurns
 from canary_core.watchers.recompute.comparison import Comparing, Comparison
 from canary_core.watchers.recompute.judge import RecomputeHost, RecomputeJudge
 from canary_core.watchers.recompute.noise import Noise
@@ -54,6 +56,7 @@ class Recompute:
         self._asked: deque[tuple[str | None, Future[list[Verification]]]] = deque()
         self._server: int | None = None
         self.judge = RecomputeJudge(canary, lambda: recomputer.rounding)
+        self._turns = AttentionTurns(canary)
 
     @property
     def noise(self) -> Noise:
@@ -134,8 +137,10 @@ class Recompute:
             if not self._fits(cached):
                 return self.judge.unjudged(name, NO_MEMORY, "no_memory", len(cached.tokens))
             self.judge.check_bytes(cached)
-            comparison = self._compare(cached, CHUNK_TOKENS)
+            look = self._turns.next(self._recomputer)
+            comparison = self._compare(cached, CHUNK_TOKENS, look=look)
             answer = self.judge.verdict(cached, comparison)
+            answer = self._turns.judge(cached, answer, look)
             if self.judge.teaches(cached, comparison):
                 odd = max(ODD_CHUNK_TOKENS, -(-len(cached.tokens) // MOST_ODD_CHUNKS) | 1)
                 rounded = self._compare(cached, CHUNK_TOKENS, self._recomputer.rounding)
@@ -158,5 +163,9 @@ class Recompute:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return needed <= MOST_MEMORY * (free + kept)
 
-    def _compare(self, cached: CachedRequest, chunk_tokens: int, jitter: float = 0.0) -> Comparison:
-        return Comparing(self._canary, cached, self._recomputer.compute(cached, chunk_tokens, jitter)).result()
+    def _compare(
+        self, cached: CachedRequest, chunk_tokens: int, jitter: float = 0.0, look: AttentionLook | None = None
+    ) -> Comparison:
+        observed = {} if look is None else {"observer": look}
+        computed = self._recomputer.compute(cached, chunk_tokens, jitter, **observed)
+        return Comparing(self._canary, cached, computed).result()

@@ -5,6 +5,8 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
+from canary_core.watchers.recompute.attention import AttentionError
+
 Reason = Literal["few_tokens", "noise_unknown", "no_numbers", "no_memory", "refused", "failed"]
 """Sorts of missing verdicts, as they are counted. refused: the engine's plugin says why."""
 OUTCOMES: tuple[str, ...] = ("same", "differs", *get_args(Reason))
@@ -35,7 +37,7 @@ class LayerError:
 class Verification:
     """``tokens`` of a request in the cache against the same tokens computed again. reason: of a verdict ``unjudged``.
     finding: of a verdict ``differs``, in a sentence. uncompared: region and source of what has no numbers to
-    compare."""
+    compare. attention: of the layer whose turn it was, against plain torch."""
 
     request: str
     tokens: int
@@ -44,11 +46,15 @@ class Verification:
     finding: str | None = None
     layers: Sequence[LayerError] = ()
     uncompared: Sequence[str] = ()
+    attention: AttentionError | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; None in the place of an error that is not finite."""
         finite = [replace(one, median=_finite(one.median), worst=_finite(one.worst)) for one in self.layers]
-        return asdict(replace(self, layers=finite))
+        seen = self.attention
+        if seen is not None:
+            seen = replace(seen, median=_finite(seen.median), worst=_finite(seen.worst))
+        return asdict(replace(self, layers=finite, attention=seen))
 
     def table(self) -> str:
         """Lines of text for people: the verdict, then one line for each source."""
@@ -58,6 +64,11 @@ class Verification:
             bound = "" if one.bound is None else f", noise up to {one.bound:.2g}"
             mark = "  <-- differs" if one.differs else ""
             lines.append(f"  {one.region} {one.source}: median {one.median:.2g}, worst {one.worst:.2g}{bound}{mark}")
+        seen = self.attention
+        if seen is not None:
+            mark = "  <-- differs" if seen.differs else ""
+            figures = f"median {seen.median:.2g}, worst {seen.worst:.2g}, rounding up to {seen.bound:.2g}"
+            lines.append(f"  attention of layer {seen.layer}, head {seen.head}: {figures}{mark}")
         if self.uncompared:
             lines.append(f"  not compared: {', '.join(self.uncompared)}")
         return "\n".join(lines)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from canary_adapters import upload
-from canary_core import CachedRequest, CanaryError, Computed, KVSource, Outline, Recomputer, Touch
-from canary_transformers.continuous import compat
+from canary_core import (
+    AttentionObserver, AttentionRule, CachedRequest, CanaryError, Computed, KVSource, Outline, Recomputer, Touch,
+)  # fmt: skip
+from canary_transformers.continuous import attention, compat
 from canary_transformers.generate.hooks import GENERATE
 
 MOST_TOUCHED = 4096
@@ -85,15 +87,22 @@ class ContinuousRecomputer(Recomputer):
         sums = torch.finfo(torch.float32).eps / 2 * math.sqrt(terms)
         return float(max(torch.finfo(self._cache.dtype).eps / 2, sums))
 
-    def compute(self, request: CachedRequest, chunk_tokens: int, jitter: float = 0.0) -> Mapping[str, Computed]:
+    def attention(self) -> Mapping[int, AttentionRule | str]:
+        """By the model's configuration."""
+        return attention.rules(self._given_model())
+
+    def compute(
+        self, request: CachedRequest, chunk_tokens: int, jitter: float = 0.0, observer: AttentionObserver | None = None
+    ) -> Mapping[str, Computed]:
         """With the weights, and the active adapter, of now."""
         model = self._given_model()
         if self._ranks > 1:
             raise CanaryError("the model runs on ranks of tensor parallelism, which would have to recompute together")
-        attention = str(getattr(model.config.get_text_config(), "_attn_implementation", None))
-        if attention.startswith("paged|"):
-            raise CanaryError(f"attention {attention!r} makes no causal mask without the engine's cache; use sdpa")
-        layers = self._forward(model.base_model, request.tokens, chunk_tokens, jitter)
+        backend = str(getattr(model.config.get_text_config(), "_attn_implementation", None))
+        if backend.startswith("paged|"):
+            raise CanaryError(f"attention {backend!r} makes no causal mask without the engine's cache; use sdpa")
+        with attention.observed(model, observer):
+            layers = self._forward(model.base_model, request.tokens, chunk_tokens, jitter)
         slots = torch.arange(len(request.tokens), device=self._device)
         return {
             group.name: Computed(tuple(s for one in group.layers for s in _sources(layers, one.layer)), slots)

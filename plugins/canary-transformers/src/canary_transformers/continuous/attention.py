@@ -1,0 +1,114 @@
+"""Attention of Transformers' models: its rules by the configuration, and a look at it while a forward runs."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from canary_core import Attended, AttentionObserver, AttentionRule
+
+KNOWN = frozenset(
+    {
+        "gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3",
+        "qwen3_moe", "smollm3",
+    }
+)  # fmt: skip
+"""Types of models whose attention is said by the fields of the configuration that are read here."""
+
+
+def rules(model: Any) -> Mapping[int, AttentionRule | str]:
+    """By layer, see `Recomputer.attention`."""
+    config = model.config.get_text_config()
+    known = config.model_type in KNOWN and not getattr(config, "use_bidirectional_attention", None)
+    found: dict[int, AttentionRule | str] = {}
+    for layer, module in _modules(model).items():
+        if known and (window := _window(config, layer)) != 0:
+            found[layer] = AttentionRule(
+                _scale(config), window, getattr(config, "attn_logit_softcapping", None), getattr(module, "sinks", None)
+            )
+        else:
+            found[layer] = f"nobody has written down what attention of a {config.model_type} is"
+    return found
+
+
+@contextmanager
+def observed(model: Any, observer: AttentionObserver | None) -> Iterator[None]:
+    """The observer sees the attention of its layer in forwards of this thread meanwhile."""
+    module = None if observer is None else _modules(model).get(observer.layer)
+    if observer is None or module is None:
+        yield
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+    name = module.config._attn_implementation
+    missing = object()
+    before = functions._local_mapping.get(name, missing)
+    original = functions.get(name)
+    thread, values, seen = threading.get_ident(), _Values(), 0
+
+    def attend(of: Any, *given: Any, **more: Any) -> Any:
+        nonlocal seen
+        compute = original or sys.modules[type(of).__module__].eager_attention_forward
+        answer = compute(of, *given, **more)
+        if of is module and threading.get_ident() == thread:
+            query, key, value = ({**dict(zip(("query", "key", "value"), given, strict=False)), **more}[n] for n in _GIVEN)
+            computed = values.of(value)
+            observer.see(Attended(observer.layer, seen, *(t[0].transpose(0, 1) for t in (query, key, value)), answer[0][0], computed))
+            seen += query.shape[2]
+        return answer
+
+    hook = module.v_proj.register_forward_hook(values) if hasattr(module, "v_proj") else None
+    functions[name] = attend
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+        if before is missing:
+            del functions[name]
+        else:
+            functions[name] = before
+
+
+_GIVEN = ("query", "key", "value")
+
+
+class _Values:
+    """Hook of a projection, which keeps what it gave last."""
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None
+
+    def __call__(self, module: Any, given: Any, output: Tensor) -> None:
+        self._last = output
+
+    def of(self, value: Tensor) -> Tensor | None:
+        """Of one sequence, in the shape of attention's ``value``, ``[1, heads, m, dim]``."""
+        last, self._last = self._last, None
+        return None if last is None else last[0].view(-1, value.shape[1], value.shape[3])
+
+
+def _modules(model: Any) -> dict[int, Any]:
+    """Attention of a decoder, by layer."""
+    found = ((getattr(m, "layer_idx", None), m) for m in model.modules() if hasattr(m, "q_proj"))
+    return {layer: module for layer, module in found if layer is not None}
+
+
+def _scale(config: Any) -> float:
+    if getattr(config, "attention_multiplier", None):
+        return float(config.attention_multiplier)
+    if getattr(config, "query_pre_attn_scalar", None):
+        return float(config.query_pre_attn_scalar**-0.5)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return float(dim**-0.5)
+
+
+def _window(config: Any, layer: int) -> int | None:
+    """None for none, 0 where it is not known."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return getattr(config, "sliding_window", None)
+    return {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", 0)}.get(kinds[layer], 0)

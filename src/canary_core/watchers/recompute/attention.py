@@ -1,0 +1,97 @@
+"""`AttentionLook`: one layer's attention, computed once more in plain torch while a recompute runs."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from canary_core.attention import Attended, AttentionRule
+from canary_core.watchers.recompute.noise import MARGIN, WINDOW_TOKENS, windows
+from canary_core.watchers.recompute.reference import attention, errors, explain
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionError:
+    """Relative L2 errors of one layer's attention against `AttentionRule`, in the head that is furthest off. median: of
+    all tokens; worst: the largest median of `WINDOW_TOKENS` tokens in a row; bound: the largest such median that counts
+    as rounding. deviation: by which the output is explained, see `canary_core.kinds.attention`; None if nothing is
+    wrong."""
+
+    layer: int
+    head: int
+    tokens: int
+    median: float
+    worst: float
+    bound: float
+    deviation: str | None = None
+    detail: str | None = None
+    position: int | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the layer computes something else than the configuration says."""
+        return self.deviation is not None
+
+
+class AttentionLook:
+    """An `AttentionObserver`. The bound is learnt from the very numbers: the reference with random roundings.
+
+    rounding: the unit roundoff of the layer's numbers. doubt: why there is no verdict, None if there may be one.
+    """
+
+    def __init__(self, layer: int, rule: AttentionRule, rounding: float) -> None:
+        self.layer = layer
+        self.doubt: str | None = None
+        self._rule = rule
+        self._rounding = rounding
+        self._errors: list[Tensor] = []
+        self._noise: list[Tensor] = []
+        self._exchanged: list[Tensor] = []
+        self._longest: Attended | None = None
+
+    def see(self, attended: Attended) -> None:
+        """Computes it again. On the device; never waits."""
+        count, heads = attended.queries.shape[:2]
+        keys, kv_heads = attended.keys.shape[:2]
+        if keys != attended.first + count or heads % kv_heads:
+            self.doubt = f"attention got {keys} keys at position {attended.first + count}, {kv_heads} heads of {heads}"
+        if self.doubt is not None:
+            return
+        rounding = max(self._rounding, torch.finfo(torch.float32).eps / 2 * math.sqrt(attended.queries.shape[2]))
+        right = attention(attended, self._rule)
+        self._errors.append(errors(attended.output, right))
+        self._noise.append(errors(attention(attended, self._rule, rounding), right))
+        if attended.computed is not None:
+            unlike = attended.values[attended.first :] != attended.computed
+            self._exchanged.append(unlike.flatten(1).any(1))
+        if self._longest is None or count >= len(self._longest.queries):
+            self._longest = attended
+
+    def result(self) -> AttentionError | None:
+        """The verdict on all that was seen; None where there is none, and `doubt` says why. Waits for the device."""
+        found = torch.cat(self._errors, 1).cpu() if self._errors else torch.zeros(1, 0)
+        starts, medians = windows(found)
+        if self.doubt is None and not starts:
+            self.doubt = f"fewer than {WINDOW_TOKENS} tokens were seen by its attention"
+        if self.doubt is not None:
+            return None
+        _, noise = windows(torch.cat(self._noise, 1).cpu())
+        bounds = MARGIN * noise.max(1).values
+        head = int((medians.max(1).values / bounds).argmax())
+        bound, worst = float(bounds[head]), float(medians[head].max())
+        known = self.layer, head, found.shape[1], float(found[head].median()), worst, bound
+        exchanged = torch.cat(self._exchanged).nonzero()[:, 0].tolist() if self._exchanged else []
+        if exchanged:
+            detail = "attention was given other values than the layer has computed"
+            return AttentionError(*known, "values", detail, exchanged[0])
+        if not worst > bound:
+            return AttentionError(*known)
+        over = starts[int((medians[head] > bound).nonzero()[0])]
+        position = over + int((found[head, over : over + WINDOW_TOKENS] > bound).nonzero()[0])
+        size = f"head {head} is off by {worst:.2g} in the median of {WINDOW_TOKENS} tokens, where rounding is {bound:.2g}"
+        assert self._longest is not None
+        named = explain(self._longest, self._rule, head, bound)
+        if named is None:
+            return AttentionError(*known, "unknown", size, position)
+        return AttentionError(*known, named[0], f"{size}; it is {named[1]}", position)
