@@ -50,8 +50,13 @@ if TYPE_CHECKING:
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
     from canary_core.watchers.recompute import (
-        AttentionError, LayerError, Recompute, RecomputeJudge, Verification, Verifier,
-    )  # fmt: skip
+        AttentionError,
+        LayerError,
+        Recompute,
+        RecomputeJudge,
+        Verification,
+        Verifier,
+    )
 
 __version__ = "0.1.0"
 

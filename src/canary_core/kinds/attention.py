@@ -14,7 +14,7 @@ WRONG_KERNEL = Class(
     (),
     (
         "Change the attention backend: if the finding ends, its kernel or its arguments are at fault.",
-        "Compare the scale, the window, the cap and the sinks that the backend is given with the model's configuration.",
+        "Compare scale, window, cap and sinks that the backend is given with the model's configuration.",
     ),
 )
 

@@ -25,13 +25,15 @@ def tokens(random_: random.Random, count: int = PROMPT) -> list[int]:
 
 class Verified:
     """One engine without its thread, under guard, driven step by step. ``broken``: wrong things are done in steps, and
-    by the engine only. ``dtype``: of a copy of the model; None leaves the model as it is."""
+    by the engine only. ``dtype``: of a copy of the model; None leaves the model as it is. ``make``: gives
+    another model."""
 
     def __init__(
-        self, guard: Any, name: str = "llama", asynchronous: bool = False, dtype: Any = None, **settings: Any
-    ) -> None:
+        self, guard: Any, name: str = "llama", asynchronous: bool = False, dtype: Any = None, make: Any = tiny_model,
+        **settings: Any,
+    ) -> None:  # fmt: skip
         def cast(*args: Any) -> Any:
-            return tiny_model(*args) if dtype is None else copy.deepcopy(tiny_model(*args)).to(dtype)
+            return make(*args) if dtype is None else copy.deepcopy(make(*args)).to(dtype)
 
         with mock.patch.object(continuous, "tiny_model", cast):
             self.engine = ContinuousSession(name, asynchronous)

@@ -48,7 +48,7 @@ class AttentionLook:
         self._errors: list[Tensor] = []
         self._noise: list[Tensor] = []
         self._exchanged: list[Tensor] = []
-        self._longest: Attended | None = None
+        self._kept: list[Attended] = []
 
     def see(self, attended: Attended) -> None:
         """Computes it again. On the device; never waits."""
@@ -65,8 +65,11 @@ class AttentionLook:
         if attended.computed is not None:
             unlike = attended.values[attended.first :] != attended.computed
             self._exchanged.append(unlike.flatten(1).any(1))
-        if self._longest is None or count >= len(self._longest.queries):
-            self._longest = attended
+        # The first one, and the last one of many tokens: more would take much memory.
+        if len(self._kept) > 1 and count >= WINDOW_TOKENS:
+            del self._kept[1]
+        if len(self._kept) < 2:
+            self._kept.append(attended)
 
     def result(self) -> AttentionError | None:
         """The verdict on all that was seen; None where there is none, and `doubt` says why. Waits for the device."""
@@ -89,9 +92,10 @@ class AttentionLook:
             return AttentionError(*known)
         over = starts[int((medians[head] > bound).nonzero()[0])]
         position = over + int((found[head, over : over + WINDOW_TOKENS] > bound).nonzero()[0])
-        size = f"head {head} is off by {worst:.2g} in the median of {WINDOW_TOKENS} tokens, where rounding is {bound:.2g}"
-        assert self._longest is not None
-        named = explain(self._longest, self._rule, head, bound)
+        size = (
+            f"head {head} is off by {worst:.2g} in the median of {WINDOW_TOKENS} tokens, where rounding is {bound:.2g}"
+        )
+        named = explain(self._kept, self._rule, head, bound)
         if named is None:
             return AttentionError(*known, "unknown", size, position)
         return AttentionError(*known, named[0], f"{size}; it is {named[1]}", position)

@@ -143,9 +143,7 @@ class RecomputeJudge:
         self._canary.report([finding])
         return Verification(cached.request, tokens, "differs", None, finding.explanation, layers, comparison.missing)
 
-    def unjudged(
-        self, request: str, why: str, reason: Reason = "refused", tokens: int = 0, *rest: Sequence[Any]
-    ) -> Verification:
+    def unjudged(self, request: str, why: str, reason: Reason = "refused", tokens: int = 0, *rest: Any) -> Verification:
         """The answer where there is no verdict. Counts it, and tells each sentence ``why`` once. ``rest``: the last
         fields of the answer."""
         self._canary.count("recompute_unjudged")

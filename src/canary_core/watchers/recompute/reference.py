@@ -1,19 +1,22 @@
 """`attention` in plain torch and float32: a second way to compute an engine's output; `explain` says whose it is."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from canary_core.attention import Attended, AttentionRule
+from canary_core.watchers.recompute.noise import windows
 
 _QUERIES = 512
 """Queries at a time: memory for one head's logits against all keys."""
 
-_SCALES = 2.0
-"""Another scale is sought within this factor."""
+_SCALES, _THIRDS = 2.0, 40
+"""Another scale is sought within this factor, by so many steps, each to two thirds."""
+_EXPLAINED = 50
+"""A deviation explains an error that becomes so many times smaller."""
 
 
 def attention(attended: Attended, rule: AttentionRule, rounding: float = 0.0) -> Tensor:
@@ -66,37 +69,39 @@ class _Rounding:
         return numbers * (1 + self._rounding * (2 * random - 1))
 
 
-def explain(attended: Attended, rule: AttentionRule, head: int, bound: float) -> tuple[str, str] | None:
-    """The first simple deviation from ``rule`` by which the output of ``head`` is right within ``bound``, in the median
-    of the tokens: its name, and a sentence's end. None if none is."""
-    seen = _one_head(attended, rule, head, head // (attended.queries.shape[1] // attended.keys.shape[1]))
-    for name, text, other, changed in _deviations(attended, *seen, head):
-        if _apart(other, changed) <= bound:
-            return name, text
-    scale = _nearest_scale(*seen)
-    if _apart(seen[0], replace(seen[1], scale=scale)) <= bound:
-        return "scale", f"that of the scale {scale:.4g}, and the configuration says {rule.scale:.4g}"
-    return None
+def explain(forwards: Sequence[Attended], rule: AttentionRule, head: int, bound: float) -> tuple[str, str] | None:
+    """The simple deviation from ``rule`` by which the output of ``head`` is nearest to right, in the forward
+    that is furthest off: its name, and a sentence's end. None if none is right within ``bound``,
+    or nearly so."""
+    group = forwards[0].queries.shape[1] // forwards[0].keys.shape[1]
+    own = head // group
+    apart, attended = max(
+        ((_apart(*_one_head(one, rule, head, own)), one) for one in forwards), key=lambda pair: pair[0]
+    )
+    if apart <= bound:
+        return None
+    seen, only = _one_head(attended, rule, head, own)
+    scale = _nearest_scale(seen, only)
+    tried = [(_apart(seen, changed), name, text) for name, text, changed in _deviations(only)]
+    for other in {*range(attended.keys.shape[1])} - {own}:
+        text = f"that of head {other} of the keys, and the head's own is {own}"
+        tried.append((_apart(_one_head(attended, rule, head, other)[0], only), "head", text))
+    said = f"that of the scale {scale:.4g}, and the configuration says {rule.scale:.4g}"
+    tried.append((_apart(seen, replace(only, scale=scale)), "scale", said))
+    left, name, text = min(tried)
+    return (name, text) if left <= max(bound, apart / _EXPLAINED) else None
 
 
-def _deviations(
-    attended: Attended, seen: Attended, rule: AttentionRule, head: int
-) -> Iterator[tuple[str, str, Attended, AttentionRule]]:
-    """Name, text, what is attended then, and by which rule."""
+def _deviations(rule: AttentionRule) -> Iterator[tuple[str, str, AttentionRule]]:
+    """Name, text, and the rule then."""
     window = rule.window_tokens
-    said = "and the configuration says " + ("none" if window is None else str(window))
     for other in (None, window - 1, window + 1) if window is not None else ():
         text = "that of no window" if other is None else f"that of a window of {other}"
-        yield "window", f"{text}, {said}", seen, replace(rule, window_tokens=other)
+        yield "window", f"{text}, and the configuration says {window}", replace(rule, window_tokens=other)
     if rule.soft_cap is not None:
-        yield "soft_cap", "that of uncapped logits", seen, replace(rule, soft_cap=None)
+        yield "soft_cap", "that of uncapped logits", replace(rule, soft_cap=None)
     if rule.sinks is not None:
-        yield "sinks", "that of no sink", seen, replace(rule, sinks=None)
-    own = head // (attended.queries.shape[1] // attended.keys.shape[1])
-    for other in range(attended.keys.shape[1]):
-        if other != own:
-            text = f"that of head {other} of the keys, and the head's own is {own}"
-            yield "head", text, _one_head(attended, rule, head, other)[0], rule
+        yield "sinks", "that of no sink", replace(rule, sinks=None)
 
 
 def _one_head(attended: Attended, rule: AttentionRule, head: int, kv_head: int) -> tuple[Attended, AttentionRule]:
@@ -109,14 +114,18 @@ def _one_head(attended: Attended, rule: AttentionRule, head: int, kv_head: int) 
 
 
 def _apart(attended: Attended, rule: AttentionRule) -> float:
-    return float(errors(attended.output, attention(attended, rule)).median())
+    found = errors(attended.output, attention(attended, rule))
+    _, medians = windows(found)
+    return float(medians.max() if medians.numel() else found.median())
 
 
 def _nearest_scale(attended: Attended, rule: AttentionRule) -> float:
     """By thirds."""
     low, high = -math.log(_SCALES), math.log(_SCALES)
-    for _ in range(24):
+    for _ in range(_THIRDS):
         third = (high - low) / 3
-        left, right = (_apart(attended, replace(rule, scale=rule.scale * math.exp(at))) for at in (low + third, high - third))
+        left, right = (
+            _apart(attended, replace(rule, scale=rule.scale * math.exp(at))) for at in (low + third, high - third)
+        )
         low, high = (low, high - third) if left < right else (low + third, high)
     return rule.scale * math.exp((low + high) / 2)

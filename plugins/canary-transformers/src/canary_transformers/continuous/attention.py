@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from canary_core import Attended, AttentionObserver, AttentionRule
 
-KNOWN = frozenset(
-    {
-        "gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3",
-        "qwen3_moe", "smollm3",
-    }
-)  # fmt: skip
-"""Types of models whose attention is said by the fields of the configuration that are read here."""
+FULL = frozenset({"granite", "llama", "olmo2"})
+WINDOWED = frozenset({"mistral", "mixtral", "qwen3_moe"})
+BY_LAYER = frozenset({"gemma2", "gemma3_text", "gpt_oss", "qwen2", "qwen2_moe", "qwen3", "smollm3"})
+KNOWN = FULL | WINDOWED | BY_LAYER
+"""Types of models whose attention is said by the fields of the configuration that are read here: without a window
+whatever fields there are, with one in each layer, or by the type of the layer."""
 
 
 def rules(model: Any) -> Mapping[int, AttentionRule | str]:
@@ -26,9 +25,9 @@ def rules(model: Any) -> Mapping[int, AttentionRule | str]:
     found: dict[int, AttentionRule | str] = {}
     for layer, module in _modules(model).items():
         if known and (window := _window(config, layer)) != 0:
-            found[layer] = AttentionRule(
-                _scale(config), window, getattr(config, "attn_logit_softcapping", None), getattr(module, "sinks", None)
-            )
+            sinks = getattr(module, "sinks", None)
+            cap = getattr(config, "attn_logit_softcapping", None)
+            found[layer] = AttentionRule(_scale(config), window, cap, None if sinks is None else sinks.detach())
         else:
             found[layer] = f"nobody has written down what attention of a {config.model_type} is"
     return found
@@ -41,8 +40,9 @@ def observed(model: Any, observer: AttentionObserver | None) -> Iterator[None]:
     if observer is None or module is None:
         yield
         return
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    functions: Any = ALL_ATTENTION_FUNCTIONS
     name = module.config._attn_implementation
     missing = object()
     before = functions._local_mapping.get(name, missing)
@@ -54,10 +54,10 @@ def observed(model: Any, observer: AttentionObserver | None) -> Iterator[None]:
         compute = original or sys.modules[type(of).__module__].eager_attention_forward
         answer = compute(of, *given, **more)
         if of is module and threading.get_ident() == thread:
-            query, key, value = ({**dict(zip(("query", "key", "value"), given, strict=False)), **more}[n] for n in _GIVEN)
-            computed = values.of(value)
-            observer.see(Attended(observer.layer, seen, *(t[0].transpose(0, 1) for t in (query, key, value)), answer[0][0], computed))
-            seen += query.shape[2]
+            named = {**dict(zip(_GIVEN, given, strict=False)), **more}
+            query, key, value = (named[name][0].transpose(0, 1) for name in _GIVEN)
+            observer.see(Attended(observer.layer, seen, query, key, value, answer[0][0], values.of(named["value"])))
+            seen += len(query)
         return answer
 
     hook = module.v_proj.register_forward_hook(values) if hasattr(module, "v_proj") else None
@@ -108,7 +108,9 @@ def _scale(config: Any) -> float:
 
 def _window(config: Any, layer: int) -> int | None:
     """None for none, 0 where it is not known."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return getattr(config, "sliding_window", None)
-    return {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", 0)}.get(kinds[layer], 0)
+    window: int | None = getattr(config, "sliding_window", None)
+    if config.model_type in FULL:
+        return None
+    if config.model_type in WINDOWED:
+        return window
+    return {"full_attention": None, "sliding_attention": window or 0}.get(config.layer_types[layer], 0)

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from canary_adapters import upload
 from canary_core import (
-    AttentionObserver, AttentionRule, CachedRequest, CanaryError, Computed, KVSource, Outline, Recomputer, Touch,
+    AttentionObserver,
+    AttentionRule,
+    CachedRequest,
+    CanaryError,
+    Computed,
+    KVSource,
+    Outline,
+    Recomputer,
+    Touch,
 )  # fmt: skip
 from canary_transformers.continuous import attention, compat
 from canary_transformers.generate.hooks import GENERATE
@@ -117,7 +125,7 @@ class ContinuousRecomputer(Recomputer):
 
     def _forward(self, model: Any, tokens: Sequence[int], chunk_tokens: int, jitter: float) -> Sequence[Any]:
         """The layers of a cache that holds ``tokens``."""
-        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        name = cache_argument(model)
         cache = _cache(jitter, self._device)
         ids = upload(tokens, self._device)[None]
         with GENERATE.apart(), torch.no_grad():
@@ -141,6 +149,11 @@ class ContinuousRecomputer(Recomputer):
         slots = torch.full((count,), -1, dtype=torch.int64, device="cpu")
         slots[there] = slot
         return upload(slots, self._device)
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the cache among the arguments of a forward, which differs by release."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _cache(jitter: float, device: torch.device) -> Any:

@@ -1,0 +1,139 @@
+"""The reference of attention against torch's own, and which deviation explains an output."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from canary_core import Attended, AttentionRule
+from canary_core.watchers.recompute.attention import AttentionLook
+from canary_core.watchers.recompute.reference import attention, errors
+
+DIM, HEADS, KV_HEADS, SCALE = 16, 4, 2, 0.25
+
+
+def given(count=80, first=0, seed=0, dtype=torch.float32):
+    """Queries of ``count`` tokens, and keys and values of these and ``first`` ones before."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (count, HEADS), (first + count, KV_HEADS), (first + count, KV_HEADS)
+    return [torch.randn(*shape, DIM, generator=draw).to(dtype) for shape in shapes]
+
+
+def seen(output, queries, keys, values, **more):
+    """As an engine's forward."""
+    return Attended(3, len(keys) - len(queries), queries, keys, values, output, **more)
+
+
+def torchs(queries, keys, values, scale=SCALE, window=None):
+    """By torch, with a mask."""
+    at = torch.arange(len(keys))[None]
+    own = torch.arange(len(queries))[:, None] + len(keys) - len(queries)
+    mask = (at <= own) & (at > own - (window or len(keys) + 1))
+    q, k, v = (tensor.transpose(0, 1) for tensor in (queries, keys, values))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1)
+
+
+def looked(rule, *forwards, rounding=2**-24):
+    """The verdict on forwards of one sequence."""
+    look = AttentionLook(3, rule, rounding)
+    for one in forwards:
+        look.see(one)
+    return look.result(), look.doubt
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("first", [0, 33])
+def test_it_is_torchs_attention(first, window):
+    """Of groups of heads, behind a prefix, within a window."""
+    tensors = given(first=first)
+    right = attention(seen(None, *tensors), AttentionRule(SCALE, window))
+    torch.testing.assert_close(right, torchs(*tensors, window=window), rtol=1e-5, atol=1e-6)
+
+
+def test_cap_and_sinks_are_as_their_formulas():
+    """Computed here once more for one query of one head, with all of its keys."""
+    queries, keys, values = given()
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    out = attention(seen(None, queries, keys, values), AttentionRule(SCALE, None, 3.0, sinks))
+    logits = [3.0 * math.tanh(float(queries[50, 2] @ key) * SCALE / 3.0) for key in keys[:51, 1]]
+    weights = torch.tensor([*logits, 2.0]).softmax(0)[:-1]
+    torch.testing.assert_close(out[50, 2], weights @ values[:51, 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_torch_computes_is_never_blamed(dtype):
+    """Over seeds, in one forward and in several, in three types."""
+    for seed in range(12):
+        queries, keys, values = given(96, seed=seed, dtype=dtype)
+        cuts = (0, 96) if seed % 2 else (0, 40, 41, 96)
+        forwards = [
+            seen(torchs(q, keys[:end], values[:end]), q, keys[:end], values[:end], computed=values[begin:end])
+            for begin, end in pairwise(cuts)
+            for q in [queries[begin:end]]
+        ]
+        found, doubt = looked(AttentionRule(SCALE), *forwards, rounding=torch.finfo(dtype).eps / 2)
+        assert (doubt, found.differs, found.tokens) == (None, False, 96), found
+
+
+def broken(name):
+    """An output, and the text that says what of it is wrong; the rule says a window of 40 where there is one."""
+    queries, keys, values = given()
+    if name == "scale":
+        return torchs(queries, keys, values, SCALE * 1.02), None, "that of the scale 0.255,"
+    if name == "window":
+        return torchs(queries, keys, values, window=41), 40, "that of a window of 41,"
+    if name == "no window":
+        return torchs(queries, keys, values), 40, "that of no window"
+    if name == "head":
+        return (
+            torchs(queries, keys.flip(1), values.flip(1)),
+            None,
+            "that of head 0 of the keys, and the head's own is 1",
+        )
+    noisy = torchs(queries, keys, values)
+    noisy[60:, 1] *= 1.1
+    return noisy, None, "head 1 is off by 0.1"
+
+
+@pytest.mark.parametrize("name", ["scale", "window", "no window", "head", "noise"])
+def test_a_deviation_is_told_by_name(name):
+    """With the first position and the head."""
+    output, window, text = broken(name)
+    found, _ = looked(AttentionRule(SCALE, window), seen(output, *given()))
+    assert found.deviation == {"noise": "unknown", "no window": "window"}.get(name, name)
+    assert text in found.detail
+    if name == "noise":
+        assert (found.head, found.position) == (1, 60)
+    if "window" in name:
+        assert found.position >= 40
+
+
+def test_values_that_the_layer_has_not_computed_are_told():
+    """Whatever attention makes of them: one value is another."""
+    queries, keys, values = given()
+    computed = values.clone()
+    computed[70, 1, 3] += 1
+    found, _ = looked(
+        AttentionRule(SCALE), seen(torchs(queries, keys, values), queries, keys, values, computed=computed)
+    )
+    assert (found.deviation, found.position) == ("values", 70)
+
+
+def test_what_can_not_be_judged_has_a_reason():
+    """Nothing was seen, too little, or other keys than those of all tokens so far."""
+    queries, keys, values = given()
+    output = torchs(queries, keys, values)
+    assert looked(AttentionRule(SCALE)) == (None, "fewer than 32 tokens were seen by its attention")
+    few = seen(output[:9], queries[:9], keys[:9], values[:9])
+    assert looked(AttentionRule(SCALE), few) == (None, "fewer than 32 tokens were seen by its attention")
+    padded = Attended(3, 0, queries[:40], keys, values, output[:40])
+    assert looked(AttentionRule(SCALE), padded) == (None, "attention got 80 keys at position 40, 2 heads of 4")
+
+
+def test_zeros_are_equal_to_zeros_and_nothing_else():
+    """Padded heads have no size to be divided by."""
+    zeros = torch.zeros(2, 3, 4)
+    assert torch.equal(errors(zeros, zeros), torch.zeros(3, 2))
+    assert bool(errors(zeros + 1, zeros).isinf().all())
