@@ -25,7 +25,10 @@ from soak.setups import Setup, setups
 WRITE_S = 2.0
 """Between two times at which the result is written."""
 
-TOLD = ("ledger_matched", "ledger_unknown", "unsure", "dismissed", "withheld")
+TOLD = (
+    "ledger_matched", "ledger_unknown", "unsure", "dismissed", "withheld", "recompute_same", "recompute_differs",
+    "recompute_unjudged", "attention_looks", "attention_differs",
+)  # fmt: skip
 """Counters of Canary's that are shown beside what happened: loads that were judged, and what was not told."""
 
 POINTS = """[canary]

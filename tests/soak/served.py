@@ -12,8 +12,8 @@ from soak.plan import Asked, Plan
 PATIENCE_S = 400
 """A round that takes longer does not end, on the slowest of engines."""
 
-OUR_OWN = frozenset({"paused", "resumed", "coverage"})
-"""Warnings that say what the soak itself did, and what it shows by itself."""
+OUR_OWN = frozenset({"paused", "resumed", "coverage", "unjudged"})
+"""Warnings that say what the soak itself did, and what it shows by itself, as ``recompute_unjudged``."""
 
 FINDINGS = frozenset({"violation", "incident", "diagnosis", "incidents_limited"})
 """Events that say once more what is in the findings."""
