@@ -28,11 +28,11 @@ KIND = FindingKind(
     place=205,
     sentences=(
         Sentence(
-            "layer {v.layer} gave attention other values than it has computed, for {reader} at {position}{different}.",
+            "{layer} gave attention other values than it has computed, for {reader} at {position}{different}.",
             when=lambda v: v.rule == "values",
         ),
         Sentence(
-            "attention of layer {v.layer} is not what the model's configuration says, for {reader} from {position} "
+            "attention of {layer} is not what the model's configuration says, for {reader} from {position} "
             "on{different}.",
         ),
     ),

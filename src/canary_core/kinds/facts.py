@@ -64,6 +64,7 @@ class Facts:
             "freer": named(self.freed_by) or "the engine",
             "freed": _at("step", self.step_freed) or " before the first forward",
             "slot": f"{counted('slot', self.slot)}{self._pool()}",
+            "layer": counted("layer", self.layer),
             "null": self._null(),
             "position": counted("position", self.position),
             "token": counted("token", self.token),
