@@ -3,7 +3,6 @@
 import os
 import tempfile
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +26,7 @@ from pydantic_settings import (
 
 from canary_core.config.faults import FaultSpec
 from canary_core.config.profiles import PROFILES, PROTECT, Profile
-from canary_core.config.values import MOST_BYTES, LayerShare, ListenAddress, ScrubBudget, notify_target
+from canary_core.config.values import MOST_BYTES, LayerShare, ListenAddress, ScrubBudget, notify_target, problem_text
 from canary_core.errors import ConfigError
 
 Mode = Literal["off", "log", "raise"]
@@ -176,6 +175,13 @@ class CanaryConfig(BaseSettings):
         default=False,
         description="The parameters of the model are compared with what they were, some after each forward, as many "
         "bytes as CANARY_SCRUB_BUDGET gives to slots, beside these. Takes 12 bytes for each 64 KiB of weights.",
+    )
+    ranks_interval: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Forwards between two that are compared between the tensor-parallel ranks of one machine, where "
+        "the engine's plugin can: lengths, positions, token ids, slots, sampled tokens, and KV that several ranks "
+        "hold; 0: none. The ranks meet in a file of CANARY_CONTROL_DIR, and must have the same interval.",
+        json_schema_extra=_unit("forwards"),
     )
     hit_check: bool = Field(
         default=False,
@@ -439,12 +445,4 @@ class CanaryConfig(BaseSettings):
         try:
             return cls(**overrides)  # type: ignore[arg-type]
         except ValidationError as error:
-            raise ConfigError("; ".join(_sentence(problem) for problem in error.errors())) from error
-
-
-def _sentence(problem: Mapping[str, Any]) -> str:
-    """One of pydantic's reports with the setting's name and value; an error of ours says both."""
-    ours = problem.get("ctx", {}).get("error")
-    if isinstance(ours, ConfigError):
-        return str(ours)
-    return f"CANARY_{'.'.join(map(str, problem['loc'])).upper()}: {problem['msg']}, got {problem['input']!r}"
+            raise ConfigError("; ".join(problem_text(problem) for problem in error.errors())) from error

@@ -1,7 +1,9 @@
-"""Values of settings beyond numbers and words: `ScrubBudget`, `LayerShare` and `ListenAddress`."""
+"""Values of settings beyond numbers and words, such as `ScrubBudget`, and the sentence on a bad one."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -120,3 +122,11 @@ def notify_target(text: str) -> str:
         "CANARY_NOTIFY must be exec:program arguments, https://address, or http://localhost:port, "
         f"got one that begins {text[:8]!r}"
     )
+
+
+def problem_text(problem: Mapping[str, Any]) -> str:
+    """One of pydantic's reports with the setting's name and value; an error of ours says both."""
+    ours = problem.get("ctx", {}).get("error")
+    if isinstance(ours, ConfigError):
+        return str(ours)
+    return f"CANARY_{'.'.join(map(str, problem['loc'])).upper()}: {problem['msg']}, got {problem['input']!r}"

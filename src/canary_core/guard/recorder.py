@@ -10,6 +10,7 @@ from canary_core.guard.scrub import Pace, Scrub
 from canary_core.ops.state import RegionState
 from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.runtime.workspace import Switch, Workspace
+from canary_core.watchers.ranks import RankWatch
 from canary_core.watchers.stores import StoreCheck
 from canary_core.watchers.tables import TableCheck
 
@@ -50,6 +51,8 @@ class Recorder:
         """The slow walk over all slots."""
         self.weights = _weights(workspace, switch, self.scrub.pace)
         """Compares the model's parameters; None without ``CANARY_WEIGHTS``."""
+        self.ranks = RankWatch(workspace, switch)
+        """Compares what this rank computes with what others do."""
         self.captured = False
         """Whether a CUDA graph contains Canary's work: its launches are always the same."""
         self.much = False
@@ -85,6 +88,7 @@ class Recorder:
 
     def close(self) -> None:
         """Canary is off."""
+        self.ranks.close()
         if self.weights is not None:
             self.weights.close()
 
@@ -122,6 +126,8 @@ class Recorder:
                     side.reads(table.checkpoints.slots, table.checkpoints.positions)
         if self.stores.on:
             self.stores.end(compared=not carried)
+        if self.ranks.on:
+            self.ranks.recorded(view)
         # A forward has either a scrub or a comparison of tables, so that it has no launch more.
         if not self._tables.took_turn() or self.captured:
             self.scrub.run(self.captured)

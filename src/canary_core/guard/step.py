@@ -73,7 +73,6 @@ class Step:
         self._audit = slots.audit
         self._findings = findings
         self._config = config
-        self._states = workspace.states
         self.tables = TableCheck(workspace, switch, config.table_interval)
         """Whether attention is given the slots in the engine's own tables."""
         findings.table_names = self.tables.names
@@ -86,6 +85,8 @@ class Step:
         findings.alarm.probe = self.scrub.probe
         self.weights = self._recorder.weights
         """Whether the model's parameters keep their bytes; None without ``CANARY_WEIGHTS``."""
+        self.ranks = self._recorder.ranks
+        """Whether ranks that must compute the same do."""
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         self._pause = Pause(slots, canary.sampled, self.tables, self.watchdog, switch)
         self._forward = Forward(canary, switch, slots, self._recorder, self.watchdog)
@@ -284,7 +285,7 @@ class Step:
 
     def require_place(self, view: BatchView) -> None:
         """Raises `AttachError` for a view that doesn't fit the guarded pool, see `canary_core.batch`."""
-        require_place(view, self._workspace.device, self._states.keys())
+        require_place(view, self._workspace.device, self._workspace.states.keys())
 
     def stored(self, layer: int, halves: Collection[str] | None = None, region: str | None = None) -> None:
         """Between `before` and `after`: the store of ``layer`` was issued on the current stream, of all its sources or
@@ -382,11 +383,11 @@ class Step:
         take other memory, with anything in its null slots."""
         if not self._switch.enabled:
             return
-        for name in self._states:
+        for name in self._workspace.states:
             self._slots.clear(name, None)
         with self._switch.guard("step.flushed"):
             self._workspace.join()
-            for state in self._states.values():
+            for state in self._workspace.states.values():
                 state.forget_nulls()
         self._listeners.flushed()
 

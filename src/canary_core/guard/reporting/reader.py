@@ -34,7 +34,8 @@ class Reader:
         self._audit = audit
         if recorder.weights is not None:
             recorder.weights.report = findings.take
-        self.late: list[Late] = []
+        recorder.ranks.report, recorder.ranks.writers = findings.take, findings.writers
+        self.late: list[Late] = [recorder.ranks]
         """Watchers that are read with the counters."""
         self.lookout: Lookout | None = None
         """Told that forwards go on."""
