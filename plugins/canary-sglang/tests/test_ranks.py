@@ -45,6 +45,8 @@ def serve(folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], *
     if options.get("enable_dp_attention") and "device" not in options:
         points += "[sglang.srt.plugins]\ndata_parallel = data_parallel:install\n"
         path.append(TESTS / "cpu")
+    elif "ranks_apart" in settings.get("CANARY_PLUGINS", ""):
+        points += "ranks_apart = tools.ranks_apart\n[sglang.srt.plugins]\napart = tools.ranks_apart:install\n"
     elif "RANKS_UNGUARDED" in settings:
         points += "[sglang.srt.plugins]\nunguard = tools.ranks_witness:unguard\n"
     info = folder / "ranks_witness-1.0.dist-info"
