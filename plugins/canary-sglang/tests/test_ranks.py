@@ -252,3 +252,68 @@ def test_with_data_parallel_attention_each_rank_acts_for_itself(tmp_path, device
     assert len(set(forwards[0]) & set(forwards[1])) < min(map(len, forwards))
     names = {e["event"] for rank in (0, 1) for e in told(folder, rank, "event")}
     assert names.isdisjoint({"disabled", "quarantine_failed", "reporting_failed", "silence", "unguarded_forward"})
+
+
+def apart(folder: Path, model: str, names: list[str], interval: int = 1, **settings: str) -> list[Any]:
+    """Serves the same prompts in each phase, and gives the tokens; ``names``: what rank 1 does otherwise then."""
+    guard = {
+        "CANARY_PLUGINS": "sglang,ranks_witness,ranks_apart",
+        "CANARY_RANKS_INTERVAL": str(interval),
+        "CANARY_STATS_INTERVAL": "10",
+        "CANARY_CONTROL_DIR": str(folder.parent / "control"),
+    }
+    options: dict[str, Any] = {"model": model}
+    if model == "deepseek_v2":
+        guard |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+        options |= {"attention_backend": "triton", "dtype": "float32"}
+    served = serve(folder, two_ranks("cpu", **options), [phase(n, TRAFFIC[:2], 30) for n in names], **guard, **settings)
+    return [[request["tokens"] for request in done] for done in served]
+
+
+def differences(folder: Path, rank: int) -> list[tuple[object, ...]]:
+    """Findings about ranks: what differs, in which source."""
+    return [(v["rule"], v.get("source")) for v in told(folder, rank, "violation") if v["kind"] == "ranks"]
+
+
+def test_a_rank_that_computes_something_else_is_found(tmp_path):
+    """Overlap scheduling: clean traffic is silent, and each forward is compared, with sampled tokens. Then rank 1 is
+    given another token, and samples another one: one finding each, by rank 0. Answers are those without a
+    comparison."""
+    names = ["nothing", "tokens", "nothing", "sampled", "nothing"]
+    folder = tmp_path / "compared"
+    tokens = apart(folder, "llama", names)
+    assert differences(folder, 0) == [("tokens", None), ("sampled", None)]
+    assert differences(folder, 1) == []
+    steps = [v["step"] for v in told(folder, 0, "violation")]
+    # The 22nd of a phase's forwards, of which there are 31 or 32, since prompts come one after the other or together.
+    assert 50 < steps[0] < 60
+    assert 110 < steps[1] < 125
+    about = [e["event"] for e in told(folder, 0, "event") if e["event"].startswith("ranks_")]
+    assert about == ["ranks_compared"]
+    counts = told(folder, 0, "stats")[-1]
+    assert counts["ranks_compared"] == counts["ranks_compared_samples"] > 120
+    assert not {"ranks_missed", "ranks_unsure", "ranks_left_out"} & counts.keys()
+    plain = apart(tmp_path / "plain", "llama", ["nothing"], interval=0)
+    assert plain[0] == tokens[0]
+
+
+@pytest.mark.beyond_ci("the same of latents")
+def test_latents_of_two_ranks_are_bit_equal_and_compared(tmp_path):
+    """MLA: both ranks hold all latents. A flipped bit of rank 1's is found in its layer."""
+    folder = tmp_path / "latents"
+    apart(folder, "deepseek_v2", ["nothing", "kv", "nothing"])
+    assert differences(folder, 0) == [("kv", "kv.1")]
+    assert differences(folder, 1) == []
+    counts = told(folder, 0, "stats")[-1]
+    assert counts["ranks_compared_kv"] == counts["ranks_compared"] > 70
+
+
+@pytest.mark.beyond_ci("a rank without Canary; the same in the core's tests")
+def test_a_rank_that_is_not_guarded_is_not_compared(tmp_path):
+    """Rank 1 runs without Canary: told by rank 0 after some forwards, without a finding."""
+    guard = dict(CANARY_PLUGINS="sglang,ranks_witness", CANARY_RANKS_INTERVAL="1")
+    folder = tmp_path / "guarded"
+    phases = [phase("nothing", TRAFFIC[:2], 30)]
+    serve(folder, two_ranks("cpu", model="llama"), phases, **guard, RANKS_UNGUARDED='{"CANARY_PLUGINS": ""}')
+    assert [e["ranks"] for e in told(folder, 0, "event") if e["event"] == "ranks_blind"] == [[1]]
+    assert told(folder, 0, "violation") == []

@@ -82,6 +82,7 @@ class Facts:
             "table": self.detail or "a table of the attention backend",
             "kept": counted("slot", self.stored_value, "another"),
             "off": self._off(),
+            "ranks": self.detail or "ranks of one engine differ in what they must compute alike",
             "parameter": f"parameter {self.source}" if self.source else "a parameter whose name is not known",
             "was": self.old or "another value",
             "is_now": self.new or "changed",

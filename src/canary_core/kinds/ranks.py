@@ -35,11 +35,11 @@ KIND = FindingKind(
     place=6,
     sentences=(
         Sentence(
-            "{detail}. Which of them is right can't be told; all shards of an answer must be of one batch, so every "
-            "answer of that batch may be wrong.",
+            "{ranks}. Which of them is right can't be told. The shards of an answer must be of one batch, so every answer "
+            "of that batch may be wrong.",
             when=lambda v: v.odd_rank is None,
         ),
-        Sentence("{detail}. All shards of an answer must be of one batch, so every answer of it may be wrong."),
+        Sentence("{ranks}. The shards of an answer must be of one batch, so every answer of that batch may be wrong."),
     ),
     brings={Kind.RANKS: {Link.STEP}},
     diagnose=_diagnose,

@@ -28,7 +28,7 @@ def follow(worker: Any) -> None:
 
 
 def breaks(worker: Any, what: str, at: int) -> None:
-    """In a worker: the forward ``at`` from now on is broken, once."""
+    """In a worker: the forward ``at`` from now on is broken in rank 1, once."""
     if worker.rank != BROKEN:
         return
     import torch
@@ -62,6 +62,10 @@ def breaks(worker: Any, what: str, at: int) -> None:
             return made
 
         runner.sampler.forward = sampled
+    elif what == "absent":
+        from canary_vllm.hooks import HOOKS
+
+        HOOKS.sessions[0].canary.step.pause()
     elif what == "kv":
         from canary_vllm.hooks import HOOKS
 
@@ -98,7 +102,8 @@ def told(worker: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Each phase serves the same prompts, with a fault a few tokens before the end, or ``clean``."""
+    """Each phase serves the same prompts: ``clean``, with a fault a few tokens before the end, or with rank 1's Canary
+    paused from now on (``absent``)."""
     from vllm_on_cpu import models
     from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS
 
