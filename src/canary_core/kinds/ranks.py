@@ -35,8 +35,8 @@ KIND = FindingKind(
     place=6,
     sentences=(
         Sentence(
-            "{ranks}. Which of them is right can't be told. The shards of an answer must be of one batch, so every answer "
-            "of that batch may be wrong.",
+            "{ranks}. Which of them is right can't be told. The shards of an answer must be of one batch, so every "
+            "answer of that batch may be wrong.",
             when=lambda v: v.odd_rank is None,
         ),
         Sentence("{ranks}. The shards of an answer must be of one batch, so every answer of that batch may be wrong."),

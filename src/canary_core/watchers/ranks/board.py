@@ -1,4 +1,4 @@
-"""`RankBoard`: a small file of one machine, mapped by all ranks of a group, where each writes what it computed."""
+"""`RankBoard`: a small file of one machine, mapped by all ranks of a group, with a row of each for each forward."""
 
 import contextlib
 import json
@@ -20,16 +20,16 @@ VERSION = 1
 """Counts up when the meaning of the file changes."""
 
 ABOUT_BYTES = 1024
-"""Place for what a rank says of itself: a length and a checksum, four bytes each, and a JSON object."""
+"""Place for a rank's introduction: a length and a checksum, four bytes each, and a JSON object."""
 
 
 class RankBoard:
-    """For each rank what it says of itself, and the rows of its last forwards in a ring. Only the rank itself writes
-    there; nobody waits for anybody, and what is read while it is written counts as not there yet, by its checksum.
+    """For each rank an introduction, and the rows of the last forwards in a ring. Each part has one writer, its rank;
+    nobody waits for anybody, and a part read during a write counts as absent, by its checksum.
 
-    The file lies in ``folder``, which is this user's alone, under a name made of all that must be the same: group,
-    parent process, ``interval`` and ``words``. It is taken away once all ranks have it. Raises `OSError` where it can't
-    be made.
+    The file lies in ``folder``, a folder of the present user alone, under a name made of group, parent process,
+    ``interval`` and ``words``: ranks that differ in any of these do not meet. The file is removed once all ranks have
+    mapped it. Raises `OSError` where the file can't be made.
     """
 
     def __init__(self, folder: Path, group: RankGroup, interval: int, words: int) -> None:
@@ -57,13 +57,13 @@ class RankBoard:
         self._linked = True
 
     def say(self, about: Mapping[str, object]) -> None:
-        """This rank is here. ``about``: plain values."""
+        """Introduces this rank. ``about``: plain values."""
         text = json.dumps(about).encode()[: ABOUT_BYTES - 8]
         begin = self._begin(self.group.rank)
         self._map[begin : begin + 8 + len(text)] = struct.pack("<II", len(text), zlib.crc32(text)) + text
 
     def about(self, rank: int) -> Mapping[str, Any] | None:
-        """What a rank says of itself; None where it is not here."""
+        """Introduction of a rank; None for an absent rank."""
         begin = self._begin(rank)
         length, checksum = struct.unpack_from("<II", self._map, begin)
         text = self._map[begin + 8 : begin + 8 + min(length, ABOUT_BYTES - 8)]
@@ -75,14 +75,14 @@ class RankBoard:
         return None
 
     def put(self, row: Sequence[int]) -> None:
-        """Writes this rank's row of a forward, as much of it as fits; its checksum is set here."""
+        """Writes this rank's row of a forward, cut to the words of the board; sets the checksum."""
         packed = self._row.pack(0, *row[1 : self._words])
         whole = struct.pack("<q", zlib.crc32(packed[8:]) + 1) + packed[8:]
         begin = self._place(self.group.rank, row[RankWord.NUMBER])
         self._map[begin : begin + len(whole)] = whole
 
     def row(self, rank: int, number: int) -> Sequence[int] | None:
-        """A rank's row of the forward ``number``; None where it has not come, or is overwritten."""
+        """A rank's row of the forward ``number``; None where the row has not come, or is overwritten."""
         begin = self._place(rank, number)
         whole = self._map[begin : begin + self._row.size]
         found = self._row.unpack(whole)
@@ -90,7 +90,7 @@ class RankBoard:
         return found if right and found[RankWord.NUMBER] == number else None
 
     def unlink(self) -> None:
-        """Takes the file away; ranks that have it go on with it."""
+        """Removes the file; its mappings stay."""
         if self._linked:
             self._linked = False
             with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ class RankBoard:
                     self.path.unlink()
 
     def close(self) -> None:
-        """This rank is gone."""
+        """Ends this rank's part."""
         with contextlib.suppress(OSError, ValueError):
             begin = self._begin(self.group.rank)
             self._map[begin : begin + 8] = bytes(8)

@@ -62,8 +62,8 @@ def digest_weights(device: torch.device) -> Tensor:
 def forward_digest(state: RegionState, view: BatchView, odd: Tensor, contents: bool) -> Tensor:
     """The words of a row from `FIRST_OF_DEVICE` on, int64: of the forward of ``view``, just recorded in the region of
     ``state``, on the stream of the record. ``odd``: `digest_weights`. ``contents``: numbers may stand in the place of
-    tokens, each rank's own. Some small launches; nothing waits. Reads nothing of an engine but what a record that is
-    issued late may read, too."""
+    tokens, each rank's own. Some small launches; nothing waits. Reads no memory of the engine beyond that of a late
+    record."""
     count, rows = min(view.tokens, MOST_TOKENS), min(view.rows, MOST_TOKENS)
     word, slot, position = state.scratch.plan[:count, :3].unbind(1)
     first, second = odd[:, :count] * (word != 0)

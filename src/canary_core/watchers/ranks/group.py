@@ -7,8 +7,7 @@ from dataclasses import dataclass
 class RankGroup:
     """``name``: of the group, the same in all its ranks; among children of one process no other group has it. ``rank``:
     this process's, from 0, of ``size``. ``kv``: ranks with the same text hold the same KV; None: no other rank holds
-    this one's. ``slots``: the ranks are given the same slots; False where each has an allocator of its own, whose order
-    is its own affair."""
+    this one's. ``slots``: whether one allocator hands out slots to all ranks; False for an allocator in each rank."""
 
     name: str
     rank: int

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from canary_core.watchers.ranks.digest import RankWord
 
 AGREED = 2
-"""Forwards that must have been the same on all ranks before another one is told: they count alike."""
+"""Agreeing forwards before the first difference is told: proof of the same numbering."""
 
 PROVEN = 16
 """Forwards with bit-equal KV, of as many new tokens each, before other KV is told; or so many of any, where one layer
@@ -40,9 +40,9 @@ class RankJudge:
     """Compares the rows of forwards, one after the other. ``alike``: ranks that hold the same KV, with a text for each
     set of them. ``layers``: of each source its layer, None where no layer is known.
 
-    What may rightly differ is not judged. Prefix hashes, where weights were changed or content stands in the place of
-    tokens, or where a rank knows of another part of them. KV, as long as it has not been bit-equal in earlier forwards
-    of as many tokens: kernels and sums over ranks may round in another way, and which do depends on that number.
+    Rightful differences are not judged: prefix hashes, where weights were changed or content stands in the place of
+    tokens, or where another part is known to each rank; KV without bit-equal earlier forwards of as many tokens, since
+    the rounding of kernels and of sums over ranks depends on that number.
     """
 
     def __init__(self, slots: bool, layers: Sequence[int | None]) -> None:
@@ -56,7 +56,7 @@ class RankJudge:
 
     @property
     def established(self) -> bool:
-        """Whether forwards have been the same: else nothing is told."""
+        """Whether enough forwards have agreed: without, nothing is told."""
         return self._agreed >= AGREED
 
     @property
@@ -65,7 +65,7 @@ class RankJudge:
         return bool(self._rounding)
 
     def judge(self, rows: Rows, alike: Mapping[int, str]) -> list[Difference]:
-        """What differs for certain in one forward, of two ranks at least; the first is the likely cause."""
+        """Certain differences in one forward of two ranks at least; the first is the likely cause."""
         self.compared += 1
         found = [Difference(what, odd(rows, word)) for word, what in self._words if differs(rows, word)]
         if not found and self._same(rows, RankWord.CONDITIONS, 0) and self._same(rows, RankWord.HISTORY_UNKNOWN):

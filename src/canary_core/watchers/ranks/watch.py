@@ -1,4 +1,4 @@
-"""`RankWatch`: what this rank computed, written for the others of its group, and compared by one of them."""
+"""`RankWatch`: this rank's forwards as sums for the others of the group, compared by one of the ranks."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from canary_core.watchers.ranks.judge import RankJudge, Rows
 
 PATIENCE = 8
-"""Later rows of its own for which a rank waits for another one's row."""
+"""Own later rows after which another rank's row counts as missing."""
 
 ROWS = 32
 """Rows of each rank that are kept, the last forwards'."""
 
 BLIND = 8
-"""Rows in a row that must be missing, or left out, before it is told."""
+"""Consecutive missing rows until an event."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A forward on the way to the host: its view until it is recorded, its ``number`` and step, the words known to the
-    host, and copies of those of the device."""
+    """A forward on the way to the host: view, ``number`` and step, the words known to the host, and copies of the
+    device's words."""
 
     view: BatchView
     number: int
@@ -50,9 +50,9 @@ class RankWatch:
     positions, tokens, slots, the tokens computed before, sampled tokens, and KV that several ranks hold alike.
 
     A plugin calls `join` once, where several ranks compute the same, and `comes` for each forward of the engine, on all
-    ranks alike. Each rank adds up its own forward in some small launches behind the record, reads the sums late, and
-    writes them to a `RankBoard`; the lowest rank there compares rows of the same number. No rank waits for another one,
-    and nothing is sent by the engine's own channels. Ranks of another machine have a board of their own.
+    ranks alike. Each rank adds up a forward in some small launches behind the record, reads the sums late, and
+    writes the sums to a `RankBoard`; the lowest rank there compares rows of the same number. No rank waits for another
+    rank, and nothing is sent by the engine's own channels. Each machine has a board.
     """
 
     def __init__(self, workspace: Workspace, switch: Switch) -> None:
@@ -89,8 +89,8 @@ class RankWatch:
         return self._board is not None
 
     def join(self, group: RankGroup) -> None:
-        """Takes part as a rank of ``group``. Does nothing with one rank, without ``CANARY_RANKS_INTERVAL``, or again;
-        where it can't an event says so. Before the first forward, never captured."""
+        """Takes part as a rank of ``group``. Does nothing with one rank, without ``CANARY_RANKS_INTERVAL``, or when
+        called again; a failure is an event. Before the first forward, never captured."""
         if self._board is not None or group.size < 2 or not self._interval or not self._switch.enabled:
             return
         with self._switch.guard("step.ranks.join"):
@@ -116,8 +116,8 @@ class RankWatch:
             self._state, self._board = state, board
 
     def comes(self, alike: bool = True) -> None:
-        """A forward of the engine comes next, guarded or not; on all ranks alike. ``alike``: it must be the same on all
-        of them, as far as the caller knows; else it is numbered, and not compared."""
+        """A forward of the engine comes next, guarded or not; on all ranks alike. ``alike``: whether the batch must be
+        the same on all ranks; otherwise the forward is numbered, and not compared."""
         self._number += 1
         if not alike and self._board is not None and self._number % self._interval == 0:
             self._last = self._number
@@ -164,7 +164,7 @@ class RankWatch:
         """Nothing: copies were begun where sums were made."""
 
     def read(self) -> None:
-        """Writes what has arrived of this rank's forwards, and compares what has come of all. Never waits."""
+        """Writes the arrived sums of this rank's forwards, and compares the present rows of all ranks. Never waits."""
         board, judge = self._board, self._judge
         if board is None or judge is None or not self._switch.enabled:
             return
@@ -200,7 +200,7 @@ class RankWatch:
         return next((pending for pending in self._begun if pending.view is view), None) if self._begun else None
 
     def _write(self, board: "RankBoard") -> None:
-        """Writes the rows of forwards that are over: a later one has begun, or tokens were sampled."""
+        """Writes the rows of finished forwards: a later forward has begun, or tokens were sampled."""
         going: list[_Pending] = []
         for pending in self._begun:
             if pending.made is None:
@@ -222,7 +222,7 @@ class RankWatch:
         self._begun = going
 
     def _compare(self, board: "RankBoard", judge: "RankJudge", ranks: Sequence[int]) -> None:
-        """Compares the rows of all ``ranks`` that are here, forward by forward."""
+        """Compares the rows of all present ``ranks``, forward by forward."""
         self._look_who_is_here(board, ranks)
         others = [rank for rank in ranks if rank != board.group.rank]
         while others and self._mine:
@@ -258,7 +258,7 @@ class RankWatch:
             self.report([finding(found, rows[board.group.rank], about, self._state.sources)])
 
     def _look_who_is_here(self, board: "RankBoard", ranks: Sequence[int]) -> None:
-        """Tells, once each, that all are here, or who is not."""
+        """Events, once each: all ranks are present, or some are absent."""
         absent = [rank for rank in range(board.group.size) if rank not in ranks]
         if not absent and "all" not in self._told:
             self._told.add("all")

@@ -1,4 +1,4 @@
-"""What a rank says of itself, and the finding about ranks that differ."""
+"""A rank's introduction to the others, and the finding about ranks that differ."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -25,12 +25,12 @@ SAID = {
     "sampled": "the tokens that were sampled",
     "kv": "the KV that was written",
 }
-"""What differs, in words, by `Difference.what`."""
+"""The differing part in words, by `Difference.what`."""
 
 
 def introduction(place: Place, group: RankGroup, sources: Sequence[KVSource]) -> dict[str, object]:
-    """What a rank at ``place`` says of itself on the board. KV is compared where ranks hold the same, in the same
-    ``sources``, by the same keys."""
+    """Introduction of a rank at ``place``, for the board. KV is compared between ranks with the same text for ``kv``:
+    made of `RankGroup.kv`, ``sources`` and the keys of fingerprints."""
     kv = None
     if group.kv is not None:
         same = (group.kv, [source.name for source in sources], keys(4).tolist())
@@ -41,8 +41,8 @@ def introduction(place: Place, group: RankGroup, sources: Sequence[KVSource]) ->
 def finding(
     found: Sequence[Difference], row: Sequence[int], about: Mapping[int, Mapping[str, Any]], sources: Sequence[KVSource]
 ) -> Violation:
-    """The finding of what was ``found`` in one forward: ``row`` is the teller's. ``about``: what the compared ranks say
-    of themselves. ``sources``: of `Difference.columns`."""
+    """The finding of all differences ``found`` in one forward. ``row``: the reporting rank's. ``about``: introductions
+    of the compared ranks. ``sources``: of `Difference.columns`."""
     first = found[0]
     others = [rank for rank in about if rank not in first.odd]
     names = [_where(rank, about[rank]) for rank in first.odd]
