@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
-    from canary_core.watchers.ranks import RankGroup
+    from canary_core.watchers.ranks.group import RankGroup
 
 __version__ = "0.1.0"
 
@@ -137,7 +137,7 @@ _WHEN_ASKED = {
     "read_table": ("ReadLens", "ReadTable"),
     "verdict": ("Verdict",),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
-    "watchers.ranks": ("RankGroup",),
+    "watchers.ranks.group": ("RankGroup",),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),
 }

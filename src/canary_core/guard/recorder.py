@@ -10,7 +10,7 @@ from canary_core.guard.scrub import Pace, Scrub
 from canary_core.ops.state import RegionState
 from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.runtime.workspace import Switch, Workspace
-from canary_core.watchers.ranks import RankWatch
+from canary_core.watchers.ranks.watch import RankWatch
 from canary_core.watchers.stores import StoreCheck
 from canary_core.watchers.tables import TableCheck
 

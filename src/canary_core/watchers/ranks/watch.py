@@ -16,10 +16,10 @@ from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
-from canary_core.watchers.ranks.group import RankGroup
 
 if TYPE_CHECKING:
     from canary_core.watchers.ranks.board import RankBoard
+    from canary_core.watchers.ranks.group import RankGroup
     from canary_core.watchers.ranks.judge import RankJudge, Rows
 
 PATIENCE = 8
@@ -88,7 +88,7 @@ class RankWatch:
         """Whether this rank takes part."""
         return self._board is not None
 
-    def join(self, group: RankGroup) -> None:
+    def join(self, group: "RankGroup") -> None:
         """Takes part as a rank of ``group``. Does nothing with one rank, without ``CANARY_RANKS_INTERVAL``, or when
         called again; a failure is an event. Before the first forward, never captured."""
         if self._board is not None or group.size < 2 or not self._interval or not self._switch.enabled:
