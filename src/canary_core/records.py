@@ -209,14 +209,14 @@ class Kind(IntEnum):
     """The prefix cache gave up a slot of a running request."""
     ARRIVAL = 18
     """Bytes that came back without a forward differ from the bytes stored for the prefix."""
-    RANKS = 19
-    """Ranks that must compute the same have not."""
     WEIGHTS = 20
     """Bytes of a parameter changed, and nobody has updated it."""
     READ_LENGTH = 21
     """A length given to attention is not the one that the forward's request has."""
     READ_TABLE = 22
     """The table given to attention names another slot than the engine's own table."""
+    RANKS = 23
+    """Ranks that must compute the same have not."""
 
 
 PROBE = 23
