@@ -86,7 +86,7 @@ class Step:
         self.weights = self._recorder.weights
         """Whether the model's parameters keep their bytes; None without ``CANARY_WEIGHTS``."""
         self.ranks = self._recorder.ranks
-        """Whether ranks that must compute the same do."""
+        """Whether ranks that must compute the same do; None without ``CANARY_RANKS_INTERVAL``."""
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         self._pause = Pause(slots, canary.sampled, self.tables, self.watchdog, switch)
         self._forward = Forward(canary, switch, slots, self._recorder, self.watchdog)

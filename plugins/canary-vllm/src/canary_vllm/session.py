@@ -79,7 +79,8 @@ class Session:
             regions, config, writers=self.requests.writers, uncovered=pool.uncovered(), pool_tensors=pool.pool_tensors,
             warms_up=True,
         )  # fmt: skip
-        self.canary.step.ranks.join(runners.group(runner.vllm_config))
+        if self.canary.step.ranks is not None:
+            self.canary.step.ranks.join(runners.group(runner.vllm_config))
         self.groups = pool.groups
         """The guarded groups."""
         encoder = [group for group in self.groups if group.holds == "encoder"]
@@ -131,7 +132,8 @@ class Session:
         """``output`` of the scheduler has come to the worker, to be computed next."""
         if output is not self._given:
             self._given = output
-            self.canary.step.ranks.comes(not output.scheduled_spec_decode_tokens)
+            if self.canary.step.ranks is not None:
+                self.canary.step.ranks.comes(not output.scheduled_spec_decode_tokens)
             self._computed += output.total_num_scheduled_tokens
             # States are rewritten by each forward, and say nothing of how many tokens it had.
             if self._tokens:

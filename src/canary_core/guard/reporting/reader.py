@@ -34,9 +34,11 @@ class Reader:
         self._audit = audit
         if recorder.weights is not None:
             recorder.weights.report = findings.take
-        recorder.ranks.report, recorder.ranks.writers = findings.take, findings.writers
-        self.late: list[Late] = [recorder.ranks]
+        self.late: list[Late] = []
         """Watchers that are read with the counters."""
+        if recorder.ranks is not None:
+            recorder.ranks.report, recorder.ranks.writers = findings.take, findings.writers
+            self.late.append(recorder.ranks)
         self.lookout: Lookout | None = None
         """Told that forwards go on."""
 

@@ -14,10 +14,12 @@ from typing import Any
 from canary_core.runtime.own_folder import is_own
 from canary_core.watchers.ranks.digest import RankWord
 from canary_core.watchers.ranks.group import RankGroup
-from canary_core.watchers.ranks.watch import ROWS
 
 VERSION = 1
 """Counts up when the meaning of the file changes."""
+
+ROWS = 32
+"""Rows of each rank that are kept, the last forwards'."""
 
 ABOUT_BYTES = 1024
 """Place for a rank's introduction: a length and a checksum, four bytes each, and a JSON object."""

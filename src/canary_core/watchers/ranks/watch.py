@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,17 +15,21 @@ from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
-
-if TYPE_CHECKING:
-    from canary_core.watchers.ranks.board import RankBoard
-    from canary_core.watchers.ranks.group import RankGroup
-    from canary_core.watchers.ranks.judge import RankJudge, Rows
+from canary_core.watchers.ranks.board import ROWS, RankBoard
+from canary_core.watchers.ranks.digest import (
+    MOST_SOURCES,
+    MOST_TOKENS,
+    RankWord,
+    digest_weights,
+    forward_digest,
+    sampled_digest,
+)
+from canary_core.watchers.ranks.group import RankGroup
+from canary_core.watchers.ranks.judge import RankJudge, Rows
+from canary_core.watchers.ranks.wording import finding, introduction
 
 PATIENCE = 8
 """Own later rows after which another rank's row counts as missing."""
-
-ROWS = 32
-"""Rows of each rank that are kept, the last forwards'."""
 
 BLIND = 8
 """Consecutive missing rows until an event."""
@@ -83,22 +86,12 @@ class RankWatch:
         self.differing = 0
         """Forwards in which ranks differed."""
 
-    @property
-    def on(self) -> bool:
-        """Whether this rank takes part."""
-        return self._board is not None
-
-    def join(self, group: "RankGroup") -> None:
-        """Takes part as a rank of ``group``. Does nothing with one rank, without ``CANARY_RANKS_INTERVAL``, or when
-        called again; a failure is an event. Before the first forward, never captured."""
-        if self._board is not None or group.size < 2 or not self._interval or not self._switch.enabled:
+    def join(self, group: RankGroup) -> None:
+        """Takes part as a rank of ``group``. Does nothing with one rank, or when called again; a failure is an event.
+        Before the first forward, never captured."""
+        if self._board is not None or group.size < 2 or not self._switch.enabled:
             return
         with self._switch.guard("step.ranks.join"):
-            from canary_core.watchers.ranks.board import RankBoard
-            from canary_core.watchers.ranks.digest import MOST_SOURCES, RankWord, digest_weights
-            from canary_core.watchers.ranks.judge import RankJudge
-            from canary_core.watchers.ranks.wording import introduction
-
             state = token_region(self._workspace.states)
             if state is None:
                 self._blind("no region has one token a slot", [])
@@ -144,8 +137,6 @@ class RankWatch:
             self.left_out += 1
             self._blind("Canary's work is part of CUDA graphs, which are the same for every forward", [])
             return
-        from canary_core.watchers.ranks.digest import forward_digest
-
         made = forward_digest(self._state, view, self._odd, bool(pending.conditions & 1))
         pending.made = HostCopy(made)
 
@@ -155,8 +146,6 @@ class RankWatch:
         pending = self._of(view)
         if pending is None or pending.made is None or pending.sampled is not None:
             return
-        from canary_core.watchers.ranks.digest import MOST_TOKENS, sampled_digest
-
         if max(tokens.shape) <= MOST_TOKENS and not capturing(self._workspace.device):
             pending.sampled = HostCopy(sampled_digest(tokens, tuple(without), self._odd).view(1))
 
@@ -199,7 +188,7 @@ class RankWatch:
     def _of(self, view: BatchView) -> _Pending | None:
         return next((pending for pending in self._begun if pending.view is view), None) if self._begun else None
 
-    def _write(self, board: "RankBoard") -> None:
+    def _write(self, board: RankBoard) -> None:
         """Writes the rows of finished forwards: a later forward has begun, or tokens were sampled."""
         going: list[_Pending] = []
         for pending in self._begun:
@@ -221,7 +210,7 @@ class RankWatch:
             self.written += 1
         self._begun = going
 
-    def _compare(self, board: "RankBoard", judge: "RankJudge", ranks: Sequence[int]) -> None:
+    def _compare(self, board: RankBoard, judge: RankJudge, ranks: Sequence[int]) -> None:
         """Compares the rows of all present ``ranks``, forward by forward."""
         self._look_who_is_here(board, ranks)
         others = [rank for rank in ranks if rank != board.group.rank]
@@ -236,9 +225,7 @@ class RankWatch:
             if board.group.rank in rows and len(rows) > 1:
                 self._judge_rows(board, judge, rows)
 
-    def _judge_rows(self, board: "RankBoard", judge: "RankJudge", rows: "Rows") -> None:
-        from canary_core.watchers.ranks.wording import finding
-
+    def _judge_rows(self, board: RankBoard, judge: RankJudge, rows: Rows) -> None:
         about = {rank: board.about(rank) or {} for rank in rows}
         alike = {rank: str(said["kv"]) for rank, said in about.items() if said.get("kv")}
         found = judge.judge(rows, alike)
@@ -257,7 +244,7 @@ class RankWatch:
             self._episodes.add(found[0].odd)
             self.report([finding(found, rows[board.group.rank], about, self._state.sources)])
 
-    def _look_who_is_here(self, board: "RankBoard", ranks: Sequence[int]) -> None:
+    def _look_who_is_here(self, board: RankBoard, ranks: Sequence[int]) -> None:
         """Events, once each: all ranks are present, or some are absent."""
         absent = [rank for rank in range(board.group.size) if rank not in ranks]
         if not absent and "all" not in self._told:
