@@ -205,6 +205,10 @@ CASES: dict[str, Case] = {
             Shape(1, 131072, sets=24),
         ),
         Case(
+            "compare_kv/2048", "KV of 2048 tokens against the same computed again, 32 layers × K+V × 2048 B",
+            ("compare_kv",), Shape(1, 2048, sets=8, layers=32), layout="llama",
+        ),
+        Case(
             "lifetime/8192", "the allocator gets 8192 slots back and hands them out again: two events", EVENTS,
             Shape(2, 4096, sets=16),
         ),

@@ -18,6 +18,7 @@ from canary_core.ops.launches import LaunchCache
 from canary_core.ops.repair_rows import REPAIR_WORDS
 from canary_core.ops.state import RegionState, Shared
 from canary_core.ops.weights import WeightRange, WeightTable
+from canary_core.recomputer import Computed
 from canary_core.records import (
     BLOCK_VALUES,
     PLAN_WORDS,
@@ -81,6 +82,13 @@ class Forward:
         elif op == "compare_weights":
             table = weight_table(state)
             backend.compare_weights(state, table, 0, table.chunks)
+        elif op == "compare_kv":
+            sources, slots = state.region.sources, self.read_slots
+            # The request after has other KV; the sums go where a comparison of two states looks.
+            computed = Computed(sources, slots.roll(1))
+            sums = 2 * len(sources) * len(slots)
+            out = state.chains.view(torch.float32).flatten()[:sums].view(2, len(sources), len(slots))
+            backend.compare_kv(state, range(len(sources)), slots, computed, out)
         elif op in ("scrub", "baseline"):
             getattr(backend, op)(state)
         else:
@@ -235,6 +243,7 @@ class Setting:
                 "adopt": reads * (8 + prints + state.sources.slot_bytes),
                 "repair": min(reads, REPAIRS) * (2 * state.sources[0].slot_bytes + SECTOR_BYTES) if prints else 0,
                 "compare_tables": reads * (entry + 8) + 2 * shape.rows * 8,
+                "compare_kv": reads * 2 * (8 + state.region.slot_bytes + 4 * len(state.region.sources)),
                 "gather_blocks": reads * (8 + SECTOR_BYTES + prints * (1 + 1 / BLOCK_SLOTS)),
                 **dict.fromkeys((*EVENTS, *CACHE_EVENTS), reads * (8 + 2 * SECTOR_BYTES + history)),
                 "note": reads * (2 * 8 + history),
@@ -313,7 +322,7 @@ def weight_table(state: RegionState) -> WeightTable:
     if known is None:
         tensors = [source.tensor.view(torch.uint8).view(-1) for source in state.region.sources]
         ranges = [WeightRange(tensor.data_ptr(), tensor.nbytes, tensor.detach) for tensor in tensors]
-        known = _weight_tables[state] = WeightTable(ranges, state.records.device)
+        known = _weight_tables[state] = WeightTable(ranges, state.records.device, state.sources.fingerprint_keys)
         # Where a comparison of two states looks.
         known.fingerprints = state.chains.view(-1)[: known.chunks]
     return known

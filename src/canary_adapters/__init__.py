@@ -21,6 +21,7 @@ from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
 from canary_adapters.hash_chain import HashChain
 from canary_adapters.layer_numbers import layer_numbers
+from canary_adapters.layer_stores import follow_stores
 from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.on_stream import OnStream
@@ -36,7 +37,17 @@ from canary_adapters.pools import (
     kv_layers,
     stacked_layers,
 )
-from canary_adapters.probe import ProbedPiece, probe_layout
+from canary_adapters.probe import ProbedLayouts, ProbedPiece, probe_layout
+from canary_adapters.recompute_pairs import RecomputePairs, model_rounding
+from canary_adapters.recompute_requests import (
+    InternalRequests,
+    RecomputePair,
+    Recomputes,
+    Running,
+    TouchedRequests,
+    is_internal,
+)
+from canary_adapters.recompute_scheduler import WANTED, SchedulerRequests, pairs_of
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sampled_tokens import sampled_tokens
 from canary_adapters.scales import WatchedScales
@@ -52,7 +63,7 @@ from canary_adapters.sources import (
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
 from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknown_tokens
-from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost
+from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.ops.upload import upload
 from canary_core.records import FIRST_CONTENT
@@ -63,6 +74,7 @@ __all__ = [
     "CHECKED_DTYPES",
     "FIRST_CONTENT",
     "TABLE_STEP",
+    "WANTED",
     "AdapterContents",
     "Answer",
     "AnswerCheck",
@@ -91,6 +103,7 @@ __all__ = [
     "GivenLens",
     "GrowingPool",
     "HashChain",
+    "InternalRequests",
     "JoinedPools",
     "LayerTensors",
     "Mark",
@@ -100,15 +113,23 @@ __all__ = [
     "PagedPool",
     "Part",
     "PrefixLens",
+    "ProbedLayouts",
     "ProbedPiece",
     "Prompts",
+    "RecomputePair",
+    "RecomputePairs",
+    "Recomputes",
     "RegionPool",
     "RequestBlocks",
     "RollCall",
     "RowPool",
+    "Running",
+    "SchedulerRequests",
+    "TouchedRequests",
     "UniformLens",
     "VerdictPipe",
     "VerdictPost",
+    "VerdictWay",
     "WatchedScales",
     "WatchedWeights",
     "WeightLoads",
@@ -120,16 +141,20 @@ __all__ = [
     "count_breaches",
     "default_store",
     "embedding_numbers",
+    "follow_stores",
     "growing_source",
+    "is_internal",
     "kv_layers",
     "layer_numbers",
     "lmcache_storage",
     "media_number",
     "metadata_blocks",
+    "model_rounding",
     "moved_states",
     "packed_page_padding",
     "packed_page_source",
     "paged_source",
+    "pairs_of",
     "probe_layout",
     "put_embeddings",
     "put_media",

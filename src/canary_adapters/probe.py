@@ -131,3 +131,19 @@ class _Probe:
             ProbedPiece(half, i if len(parts) > 1 else None, part[0], size, chunks, stride, slot_stride, page_stride)
             for i, part in enumerate(parts)
         ]
+
+
+class ProbedLayouts:
+    """The layouts of an engine's layers, each sort probed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[ProbedPiece, ...]] = {}
+
+    def of(
+        self, sort: tuple[object, ...], cache: Tensor, probe: Callable[[], tuple[ProbedPiece, ...]]
+    ) -> tuple[ProbedPiece, ...]:
+        """That by ``probe``, a `probe_layout`; layers of one ``sort`` store alike in caches of the same shape."""
+        key = (*sort, tuple(cache.shape), cache.stride(), cache.dtype)
+        if key not in self._known:
+            self._known[key] = probe()
+        return self._known[key]

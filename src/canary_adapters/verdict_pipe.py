@@ -1,4 +1,5 @@
-"""Verdicts of workers on their way to their scheduler's process: `VerdictPipe` there, `VerdictPost` in each worker."""
+"""Verdicts of workers on their way to their scheduler's process: `VerdictPipe` there, `VerdictPost` in each worker,
+`VerdictWay` for both."""
 
 import contextlib
 import fcntl
@@ -100,6 +101,66 @@ class VerdictPipe:
         self.opened()
         with contextlib.suppress(OSError):
             os.close(self._end)
+
+
+class VerdictWay:
+    """Verdicts of one process's workers on their way to schedulers here or elsewhere, by `VerdictPipe` and
+    `VerdictPost`."""
+
+    def __init__(self) -> None:
+        self._pipes: dict[int, VerdictPipe] = {}
+        self._here: list[BlockVerdict] = []
+        self.post: VerdictPost | None = None
+        """The way to the scheduler's process, None where the scheduler is in this one."""
+
+    def put(self, verdict: BlockVerdict, here: bool) -> bool:
+        """Sends ``verdict``, or keeps it for a scheduler that is ``here``. Returns whether there is any."""
+        if self.post is not None:
+            self.post.put(verdict)
+        elif here:
+            self._here.append(verdict)
+        return self.post is not None or here
+
+    def pipe(self, engine: object) -> VerdictPipe:
+        """In the scheduler's process: a pipe to be opened by workers of ``engine`` in other processes."""
+        self._pipes[id(engine)] = pipe = VerdictPipe()
+        return pipe
+
+    def open(self, path: str) -> bool:
+        """In a worker: opens the pipe at ``path``, unless this process made the pipe. Returns whether the scheduler's
+        process can be reached."""
+        if any(pipe.path == path for pipe in self._pipes.values()):
+            return True
+        try:
+            self.post = VerdictPost(path)
+        except OSError:
+            return False
+        return True
+
+    def take(self, engine: object) -> list[BlockVerdict]:
+        """What other processes have sent for ``engine``."""
+        pipe = self._pipes.get(id(engine))
+        return [] if pipe is None else pipe.take()
+
+    def here(self) -> list[BlockVerdict]:
+        """What workers of this process have found since the last call."""
+        found, self._here = self._here, []
+        return found
+
+    def left(self, engine: object) -> None:
+        """The scheduler of ``engine`` has ended."""
+        pipe = self._pipes.pop(id(engine), None)
+        if pipe is not None:
+            pipe.close()
+
+    def close(self) -> None:
+        """Ends all."""
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._pipes.clear()
+        if self.post is not None:
+            self.post.close()
+            self.post = None
 
 
 class VerdictPost:

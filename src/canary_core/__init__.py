@@ -24,7 +24,6 @@ from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.witness import Witness
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
-from canary_core.watchers.audit.memory import tensors_of
 
 if TYPE_CHECKING:
     from canary_core.adapters import BatchAdapter, PoolAdapter
@@ -42,12 +41,15 @@ if TYPE_CHECKING:
     from canary_core.plugins import start_for as start_plugins_for
     from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
     from canary_core.read_table import ReadLens, ReadTable
+    from canary_core.recomputer import CachedRequest, Computed, Outline, Recomputer, Touch
     from canary_core.runtime.contents import Contents
     from canary_core.verdict import Verdict
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
+    from canary_core.watchers.audit.memory import tensors_of
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
     from canary_core.watchers.ranks.group import RankGroup
+    from canary_core.watchers.recompute import LayerError, Recompute, RecomputeJudge, Verification, Verifier
 
 __version__ = "0.1.0"
 
@@ -57,10 +59,12 @@ __all__ = [
     "AttachError",
     "BatchAdapter",
     "BatchView",
+    "CachedRequest",
     "CachedRun",
     "Canary",
     "CanaryConfig",
     "CanaryError",
+    "Computed",
     "ConfigError",
     "Contents",
     "EngineInfo",
@@ -73,10 +77,12 @@ __all__ = [
     "Incident",
     "KVSource",
     "Kind",
+    "LayerError",
     "Ledger",
     "Level",
     "MisuseError",
     "Origin",
+    "Outline",
     "Overlap",
     "Patches",
     "PayloadCheck",
@@ -89,6 +95,9 @@ __all__ = [
     "RankGroup",
     "ReadLens",
     "ReadTable",
+    "Recompute",
+    "RecomputeJudge",
+    "Recomputer",
     "RecordBuffers",
     "RecordSweep",
     "Region",
@@ -103,8 +112,11 @@ __all__ = [
     "StepListener",
     "StreamSet",
     "SweepResult",
+    "Touch",
     "Uncovered",
     "Verdict",
+    "Verification",
+    "Verifier",
     "Violation",
     "ViolationError",
     "Watchdog",
@@ -135,11 +147,14 @@ _WHEN_ASKED = {
     "plugins.hookspecs": ("PROTOCOL", "hookimpl"),
     "runtime.contents": ("Contents",),
     "read_table": ("ReadLens", "ReadTable"),
+    "recomputer": ("CachedRequest", "Computed", "Outline", "Recomputer", "Touch"),
     "verdict": ("Verdict",),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
     "watchers.ranks.group": ("RankGroup",),
+    "watchers.audit.memory": ("tensors_of",),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),
+    "watchers.recompute": ("LayerError", "Recompute", "RecomputeJudge", "Verification", "Verifier"),
 }
 """Public names that not every engine needs, by the module that is loaded with the first use of one."""
 

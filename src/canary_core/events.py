@@ -80,11 +80,14 @@ class Event:
     | window_divergence   | distance of a sliding window's slots from the full pool's, and evictions               |
     | records_travel      | records go with KV to host memory or to another engine: the way, and the memory        |
     | records_left_out    | records can't go along, and why; arrivals are not judged                               |
+    | other_keys          | records or a ledger's entries came with other keys or of another layout: never judged  |
     | records_travelled   | at the end: how many slots went and came with records                                  |
     | ledger_shared       | an origin brings prefixes never kept by this engine: a difference proves nothing now   |
     | ledger_blind        | unknown blocks were kept: a difference proves nothing in the region                    |
     | ledger_doubt        | 10 %, and again 50 %, of arrivals can't be judged: the ledger forgot too much          |
     | aborted             | a running request was ended because of a finding: request, kind, region, slot          |
+    | unjudged            | a request that somebody asked to verify could not be judged, and why; once for a reason |
+    | recompute_off       | ``CANARY_RECOMPUTE`` is on, and nothing is computed again (any more): why               |
     | recomputed          | a request is computed again because of a finding: request, kind, region, slot          |
     | quarantined         | the prefix of a finding was evicted from the prefix cache: kind, region, slot, tokens  |
     | repaired            | a flipped word of KV that no request has was put back: slot, source, word, bits        |

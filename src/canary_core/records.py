@@ -209,6 +209,8 @@ class Kind(IntEnum):
     """The prefix cache gave up a slot of a running request."""
     ARRIVAL = 18
     """Bytes that came back without a forward differ from the bytes stored for the prefix."""
+    RECOMPUTE = 19
+    """The cache holds other KV than the model computes from the request's tokens."""
     WEIGHTS = 20
     """Bytes of a parameter changed, and nobody has updated it."""
     READ_LENGTH = 21
@@ -219,7 +221,7 @@ class Kind(IntEnum):
     """Ranks that must compute the same have not."""
 
 
-PROBE = 23
+PROBE = 24
 """In the place of a `Kind`: no finding. The scrub compared a slot's bytes with a purposely wrong fingerprint, as proof
 to the host that a finding would be told."""
 
@@ -227,30 +229,32 @@ to the host that a finding would be told."""
 class Counter(IntEnum):
     """Index into the device's int64 counters. Indices below `FIRST` are the per-kind violation counts."""
 
-    FIRST = 24
-    ROWS = 24
+    FIRST = 25
+    ROWS = 25
     """Violation rows ever reserved in the ring (written or dropped)."""
-    DRAINED = 25
+    DRAINED = 26
     """Rows the host has taken; set by the host. A row is kept while ``ROWS - DRAINED < ring rows``."""
-    CHECKED_SLOTS = 26
+    CHECKED_SLOTS = 27
     """Slots whose mapping was checked."""
-    CHECKED_BYTES = 27
+    CHECKED_BYTES = 28
     """Bytes with a compared fingerprint: by read checks, scrub and on demand (`SlotEvents.check`)."""
-    RECORDED_SLOTS = 28
+    RECORDED_SLOTS = 29
     """Slots recorded after a forward. On the device each region has its own count, see `RECORDED`; the host adds them
     up."""
-    RECORDED_BYTES = 29
+    RECORDED_BYTES = 30
     """Bytes fingerprinted after a forward."""
-    UNKNOWN_SLOTS = 30
+    UNKNOWN_SLOTS = 31
     """Slots skipped by a check because their bytes arrived without records."""
-    UNSURE = 31
+    UNSURE = 32
     """Uncertain suspicions, e.g. bytes unchanged by a write of the same token; never reported."""
-    CHECKED_FORWARDS = 32
+    CHECKED_FORWARDS = 33
     """Forwards whose mapping check ran, counted by the check itself: the proof of life."""
-    SCRUBBED_SLOTS = 33
+    SCRUBBED_SLOTS = 34
     """Slots passed by the scrub in search of running requests: divided by the region's slots, the number of rounds."""
-    SAMPLED_TOKENS = 34
+    SAMPLED_TOKENS = 35
     """Tokens computed or read by a forward, and compared with the sampler's."""
+    UNFIT_ROWS = 36
+    """Slots that came with records of another layout, or fingerprinted with other keys: not judged."""
 
 
 COUNTERS = 40

@@ -6,7 +6,7 @@ from canary_core.config import CanaryConfig
 from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
 
-SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE, Kind.ARRIVAL})
+SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE, Kind.ARRIVAL, Kind.RECOMPUTE})
 """Findings of a slot whose content is wrong for every reader."""
 
 MISPLACED = frozenset({Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED})
@@ -21,8 +21,8 @@ MISLED = frozenset(
 )  # fmt: skip
 """Findings of a request whose forward was given something wrong; no slot is to blame."""
 
-NOW_AND_THEN = frozenset({Kind.READ_LENGTH, Kind.READ_TABLE})
-"""Kinds looked for in some forwards only: forwards before may have had the same fault."""
+NOW_AND_THEN = frozenset({Kind.READ_LENGTH, Kind.READ_TABLE, Kind.RECOMPUTE})
+"""Kinds looked for now and then only: forwards before may have had the same fault."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,19 @@ def test_a_place_for_bundles(tmp_path):
     assert full == ("ok", f"{there} can be written, 1 bundles")
 
 
+def test_a_secret_for_the_fingerprints(tmp_path):
+    """One that can be used is good, one that everybody may read is noted, and one that is missing or short is bad."""
+    assert "keys" not in settings()
+    file = tmp_path / "secret"
+    assert settings(key_file=str(file))["keys"][0] == "bad"
+    file.write_text("sixteen bytes or more")
+    for mode, verdict in ((0o600, "ok"), (0o640, "ok"), (0o644, "note")):
+        file.chmod(mode)
+        assert settings(key_file=str(file))["keys"][0] == verdict
+    file.write_text("short")
+    assert settings(key_file=str(file))["keys"][0] == "bad"
+
+
 def test_a_place_for_metrics(tmp_path, monkeypatch):
     """An address of another machine and a folder that is not there are bad; a port that somebody has is passed over."""
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)

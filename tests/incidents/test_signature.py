@@ -43,11 +43,17 @@ def test_it_is_the_same_for_another_request_and_slot_and_not_for_another_layer(c
 
 
 def test_the_same_wrong_bytes_have_the_same_digest(tmp_path):
-    """And others have another one; without a fingerprint of bytes there is none."""
-    first, again = damaged(tmp_path / "one")[0], damaged(tmp_path / "again")[0]
+    """And others have another one, whichever keys the fingerprints of each process have."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"another secret of so many bytes")
+    first, again = damaged(tmp_path / "one")[0], damaged(tmp_path / "again", keys="public")[0]
+    third = damaged(tmp_path / "third", key_file=str(secret))[0]
     other = damaged(tmp_path / "other", bit=12)[0]
-    digests = [content_digest(bundle.rebuilt()) for bundle in (first, again, other)]
-    assert digests[0] == digests[1] != digests[2]
+    digests = [bundle.incident["content"] for bundle in (first, again, third, other)]
+    assert digests[0] == digests[1] == digests[2] != digests[3]
+    assert re.fullmatch("[0-9a-f]{12}", digests[0])
+    # One of an older release does not say it, and has public keys.
+    assert content_digest(again.rebuilt(), None) == digests[0]
 
 
 def test_all_layers_are_one_word(tmp_path):

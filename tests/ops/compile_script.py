@@ -17,12 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import triton
 from ops.scenario import Scenario, blocks, events, history, notes, ownership, read_table, scenario
+from ops.test_compare_kv import setting
 from triton.backends.compiler import GPUTarget
 
 from canary_core.ops.backends import triton_backend
 from canary_core.ops.kernels import blocks as block_kernels
 from canary_core.ops.kernels import (
     check,
+    compare_kv,
     fingerprint,
     fingerprint_record,
     histories,
@@ -43,7 +45,7 @@ from canary_core.records import BLOCK_VALUES
 
 ROOMS = (
     check, read_check, fingerprint, fingerprint_record, lifetime, record, scrub, verify, stores, block_kernels,
-    histories, tables, repair, weights,
+    histories, tables, repair, weights, compare_kv,
 )  # fmt: skip
 EVENTS = ("alloc", "park", "share", "evict", "free")
 
@@ -86,9 +88,8 @@ def compile_all(s: Scenario) -> None:
     backend.note(state, *notes(s))
     backend.repair(state, torch.zeros((1, REPAIR_WORDS), dtype=torch.int64))
     content = torch.zeros(300, dtype=torch.uint8)
-    backend.compare_weights(
-        state, WeightTable([WeightRange(content.data_ptr(), 300, lambda: content)], content.device), 0, 2
-    )
+    ranges = [WeightRange(content.data_ptr(), 300, lambda: content)]
+    backend.compare_weights(state, WeightTable(ranges, content.device, state.sources.fingerprint_keys), 0, 2)
     backend.compare_tables(state, read_table(s, batch, table), (0, 0, 0), True)
     for block, slots in blocks(s, table):
         rows = torch.zeros((block.blocks(len(slots)), BLOCK_VALUES + len(state.sources)), dtype=torch.int64)
@@ -102,6 +103,9 @@ def main() -> None:
     launch._instead.set(launch.Launcher.warm_up)
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
         compile_all(scenario(seed))
+    state, slots, computed = setting(0, "cpu")
+    columns = range(len(computed.sources))
+    triton_backend().compare_kv(state, columns, slots, computed, torch.zeros(2, len(columns), len(slots)))
     kernels = [k for room in ROOMS for k in vars(room).values() if isinstance(k, triton.runtime.jit.JITFunction)]
     compiled = {k.__name__: sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels}
     sys.stdout.write(json.dumps({name: count for name, count in compiled.items() if name.endswith("_kernel")}) + "\n")

@@ -95,16 +95,17 @@ def test_prefix_hashes_equal_the_oracle():
 
 
 def test_any_two_flipped_bits_are_seen():
-    """The certain part of the bound: keys are odd, and no two of the first `SURE_WORDS` have a sum or a difference that
-    is 0 modulo 2**33; the next one does, so the number is the largest."""
-    keys = hashing.keys(hashing.SURE_WORDS + 1)
+    """The certain part of the bound: public keys are odd, and no two of the first `SURE_PUBLIC_WORDS` have a sum or a
+    difference that is 0 modulo 2**33; the next one does, so the number is the largest."""
+    keys = hashing.keys(hashing.SURE_PUBLIC_WORDS + 1)
     assert bool((keys & 1).all())
     assert unsigned(keys[:3]) == [oracle_finaliser(0x243F6A8885A308D3 + i) | 1 for i in range(3)]
     low = keys & ((1 << 33) - 1)
     # Equal exactly for a pair whose sum or difference is 0.
     folded = torch.minimum(low, (1 << 33) - low)
-    assert len(folded[:-1].unique()) == hashing.SURE_WORDS
-    assert len(folded.unique()) == hashing.SURE_WORDS
+    assert len(folded[:-1].unique()) == hashing.SURE_PUBLIC_WORDS
+    assert len(folded.unique()) == hashing.SURE_PUBLIC_WORDS
+    assert hashing.SURE_WORDS <= hashing.SURE_PUBLIC_WORDS
 
 
 # Layouts: sources over tensors that also hold bytes of no slot, wherever the layout allows it.

@@ -72,7 +72,7 @@ def fingerprints_of(backend: Backend, seed: int, device: str) -> None:
         data = read_bytes(source, there)
         expected = state.fingerprints[there, column].cpu()
         for same in (data, data.cpu(), data.cpu().numpy()):
-            found = fingerprint_bytes(same, source.chunk_bytes, column).cpu()
+            found = fingerprint_bytes(same, source.chunk_bytes, column, state.sources.fingerprint_keys).cpu()
             assert torch.equal(found, expected), f"seed {seed}, {source.name}"
 
 

@@ -65,7 +65,9 @@ class Pool:
     def found(self, column: int, slot: int) -> int:
         """The fingerprint of what is there now, worked out on the host."""
         words = self.slot(column, slot).cpu().contiguous().view(torch.int32).flatten().long() & BITS_32
-        return hashing.signed(int((words * hashing.keys(len(words))).sum()) + int(hashing.salts(column + 1)[column]))
+        seeds = self.state.sources.fingerprint_keys
+        salt = hashing.salts(column + 1, seed=seeds.of_sources)[column]
+        return hashing.signed(int((words * hashing.keys(len(words), seed=seeds.of_words)).sum()) + int(salt))
 
     def row(self, column: int, slot: int, **other: int) -> list[int]:
         """What the host asks for after a finding."""

@@ -7,7 +7,9 @@ import torch
 from ops.scenario import scenario
 from torch import Tensor
 
+from canary_core import CanaryConfig
 from canary_core.ops.backends import torch_backend, triton_backend
+from canary_core.ops.fingerprint_keys import FingerprintKeys
 from canary_core.ops.kernels import weights as kernels
 from canary_core.ops.weights import CHUNK_BYTES, ROOM, WeightRange, WeightTable
 
@@ -33,7 +35,7 @@ def memory(seed: int, device: str) -> list[Tensor]:
 def table(tensors: list[Tensor]) -> WeightTable:
     """Of each tensor a range."""
     ranges = [WeightRange(tensor.data_ptr(), len(tensor), tensor.detach) for tensor in tensors]
-    return WeightTable(ranges, tensors[0].device)
+    return WeightTable(ranges, tensors[0].device, FingerprintKeys.of(CanaryConfig.load()))
 
 
 def rows(one: WeightTable) -> list[list[int]]:

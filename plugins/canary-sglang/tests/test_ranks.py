@@ -1,15 +1,12 @@
 """Two ranks, each a process of SGLang's own: one of them is corrupted, and those act that schedule the same batches."""
 
-import json
-import os
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import TESTS, command, python_path
+from engines.ranks import phase, serve, told
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
 
@@ -31,71 +28,20 @@ def two_ranks(device: str, **options: Any) -> dict[str, Any]:
     return {"tp_size": 2, **options, **(on_gpus if device == "cuda" else {})}
 
 
-def phase(control: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Requests that are sent together, and what rank 1 suffers meanwhile."""
-    return {"control": control, "prompts": prompts, "new_tokens": new_tokens}
-
-
-def serve(folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], **settings: str) -> list[Any]:
-    """What came of each phase; the engine in a process group of its own, since one that is killed takes its parent
-    along."""
-    folder.mkdir()
-    points = "[canary]\nranks_witness = tools.ranks_witness\n"
-    path = [folder]
-    if options.get("enable_dp_attention") and "device" not in options:
-        points += "[sglang.srt.plugins]\ndata_parallel = data_parallel:install\n"
-        path.append(TESTS / "cpu")
-    elif "ranks_apart" in settings.get("CANARY_PLUGINS", ""):
-        points += "ranks_apart = tools.ranks_apart\n[sglang.srt.plugins]\napart = tools.ranks_apart:install\n"
-    elif "RANKS_UNGUARDED" in settings:
-        points += "[sglang.srt.plugins]\nunguard = tools.ranks_witness:unguard\n"
-    info = folder / "ranks_witness-1.0.dist-info"
-    info.mkdir()
-    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: ranks-witness\nVersion: 1.0\n")
-    info.joinpath("entry_points.txt").write_text(points)
-    folder.joinpath("phases.json").write_text(json.dumps(phases))
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") and k != "TRITON_INTERPRET"}
-    cores = sorted(os.sched_getaffinity(0))
-    known = {
-        "PYTHONPATH": python_path(*path),
-        "RANKS_FOLDER": str(folder),
-        "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
-        "OMP_NUM_THREADS": "1",
-    }
-    log = folder / "log"
-    with log.open("w") as out:
-        done = subprocess.run(
-            command("ranks_script", str(folder), json.dumps(options)),
-            stdout=out,
-            stderr=out,
-            env={**inherited, **known, **settings},
-            timeout=800,
-            start_new_session=True,
-            check=False,
-        )
-    lines = log.read_text(errors="replace").splitlines()
-    assert done.returncode == 0, "\n".join(lines[-40:])
-    return [json.loads(line.removeprefix("PHASE ")) for line in lines if line.startswith("PHASE ")]
-
-
-def told(folder: Path, rank: int, key: str) -> list[Any]:
-    """What a rank wrote down under ``key``: values of ``forward`` and ``violation``, events whole."""
-    lines = [json.loads(line) for line in folder.joinpath(f"rank{rank}.jsonl").read_text().splitlines()]
-    return [line if key in ("event", "broken") else line[key] for line in lines if key in line]
-
-
 def serve_twice(
     folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], **settings: str
 ) -> tuple[Path, list[Any], list[Any], list[Any]]:
     """As `serve`, unguarded and undisturbed, then guarded. Gives the guarded one's folder, what came of its phases,
     each request's tokens in them, and those that were to be expected."""
-    plain = serve(folder / "plain", options, [{**p, "control": "nothing"} for p in phases], **settings)
+    alone = "device" not in options and options.get("enable_dp_attention")
+    plugins = ["data_parallel = data_parallel:install"] if alone else []
+    plain = serve(folder / "plain", options, [{**p, "control": "nothing"} for p in phases], plugins, **settings)
     guard = {
         "CANARY_PLUGINS": "sglang,ranks_witness",
         "CANARY_ON_VIOLATION": "quarantine",
         "CANARY_SCRUB_BUDGET": "8MiB",
     }
-    guarded = serve(folder / "guarded", options, phases, **guard, **settings)
+    guarded = serve(folder / "guarded", options, phases, plugins, **guard, **settings)
     tokens, expected = ([[request["tokens"] for request in done] for done in served] for served in (guarded, plain))
     return folder / "guarded", guarded, tokens, expected
 
@@ -166,6 +112,9 @@ def test_a_lost_write_is_told_by_both_ranks(tmp_path, device):
         assert all(v["token"] >= half > v["stored_token"] for v in found)
 
 
+UNGUARD = ["unguard = tools.ranks_witness:unguard"]
+
+
 @pytest.mark.where(pytest.mark.beyond_ci("a rank without Canary"), other='{"CANARY_READ_CHECK": "0"}')
 @pytest.mark.parametrize(
     ("other", "said"),
@@ -180,7 +129,7 @@ def test_a_rank_that_is_not_guarded_is_told(tmp_path, other, said):
     guard = dict(CANARY_PLUGINS="sglang,ranks_witness", CANARY_ON_VIOLATION="quarantine", CANARY_READ_CHECK="-1")
     folder = tmp_path / "guarded"
     options = two_ranks("cpu", model="llama")
-    (done,) = serve(folder, options, [phase("nothing", TRAFFIC[:3], 4)], **guard, RANKS_UNGUARDED=other)
+    (done,) = serve(folder, options, [phase("nothing", TRAFFIC[:3], 4)], UNGUARD, **guard, RANKS_UNGUARDED=other)
     assert [request["status"] for request in done] == [200] * 3
     events = told(folder, 0, "event")
     (event,) = [e for e in events if e["event"] == "workers_unguarded"]
@@ -199,7 +148,7 @@ def test_in_raise_mode_an_engine_with_an_unguarded_rank_does_not_serve(tmp_path)
     guard = dict(CANARY_PLUGINS="sglang,ranks_witness", CANARY_MODE="raise", RANKS_UNGUARDED='{"CANARY_PLUGINS": ""}')
     folder = tmp_path / "guarded"
     with pytest.raises(AssertionError):
-        serve(folder, two_ranks("cpu", model="llama"), [phase("nothing", TRAFFIC[:1], 4)], **guard)
+        serve(folder, two_ranks("cpu", model="llama"), [phase("nothing", TRAFFIC[:1], 4)], UNGUARD, **guard)
     log = folder.joinpath("log").read_text()
     assert "AttachError: workers are not guarded: rank 1 has not said that it is guarded" in log
     assert "PHASE" not in log
@@ -252,68 +201,3 @@ def test_with_data_parallel_attention_each_rank_acts_for_itself(tmp_path, device
     assert len(set(forwards[0]) & set(forwards[1])) < min(map(len, forwards))
     names = {e["event"] for rank in (0, 1) for e in told(folder, rank, "event")}
     assert names.isdisjoint({"disabled", "quarantine_failed", "reporting_failed", "silence", "unguarded_forward"})
-
-
-def apart(folder: Path, model: str, names: list[str], interval: int = 1, **settings: str) -> list[Any]:
-    """Serves the same prompts in each phase, and gives the tokens; ``names``: what rank 1 does otherwise then."""
-    guard = {
-        "CANARY_PLUGINS": "sglang,ranks_witness,ranks_apart",
-        "CANARY_RANKS_INTERVAL": str(interval),
-        "CANARY_STATS_INTERVAL": "10",
-        "CANARY_CONTROL_DIR": str(folder.parent / "control"),
-    }
-    options: dict[str, Any] = {"model": model}
-    if model == "deepseek_v2":
-        guard |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
-        options |= {"attention_backend": "triton", "dtype": "float32"}
-    served = serve(folder, two_ranks("cpu", **options), [phase(n, TRAFFIC[:2], 30) for n in names], **guard, **settings)
-    return [[request["tokens"] for request in done] for done in served]
-
-
-def differences(folder: Path, rank: int) -> list[tuple[object, ...]]:
-    """Findings about ranks: what differs, in which source."""
-    return [(v["rule"], v.get("source")) for v in told(folder, rank, "violation") if v["kind"] == "ranks"]
-
-
-def test_a_rank_that_computes_something_else_is_found(tmp_path):
-    """Overlap scheduling: clean traffic is silent, and each forward is compared, with sampled tokens. Then rank 1 is
-    given another token, and samples another one: one finding each, by rank 0. Answers are those without a
-    comparison."""
-    names = ["nothing", "tokens", "nothing", "sampled", "nothing"]
-    folder = tmp_path / "compared"
-    tokens = apart(folder, "llama", names)
-    assert differences(folder, 0) == [("tokens", None), ("sampled", None)]
-    assert differences(folder, 1) == []
-    steps = [v["step"] for v in told(folder, 0, "violation")]
-    # The 22nd of a phase's forwards, of which there are 31 or 32, since prompts come one after the other or together.
-    assert 50 < steps[0] < 60
-    assert 110 < steps[1] < 125
-    about = [e["event"] for e in told(folder, 0, "event") if e["event"].startswith("ranks_")]
-    assert about == ["ranks_compared"]
-    counts = told(folder, 0, "stats")[-1]
-    assert counts["ranks_compared"] == counts["ranks_compared_samples"] > 120
-    assert not {"ranks_missed", "ranks_unsure", "ranks_left_out"} & counts.keys()
-    plain = apart(tmp_path / "plain", "llama", ["nothing"], interval=0)
-    assert plain[0] == tokens[0]
-
-
-@pytest.mark.beyond_ci("the same of latents")
-def test_latents_of_two_ranks_are_bit_equal_and_compared(tmp_path):
-    """MLA: both ranks hold all latents. A flipped bit of rank 1's is found in its layer."""
-    folder = tmp_path / "latents"
-    apart(folder, "deepseek_v2", ["nothing", "kv", "nothing"])
-    assert differences(folder, 0) == [("kv", "kv.1")]
-    assert differences(folder, 1) == []
-    counts = told(folder, 0, "stats")[-1]
-    assert counts["ranks_compared_kv"] == counts["ranks_compared"] > 70
-
-
-@pytest.mark.beyond_ci("a rank without Canary; the same in the core's tests")
-def test_a_rank_that_is_not_guarded_is_not_compared(tmp_path):
-    """Rank 1 runs without Canary: told by rank 0 after some forwards, without a finding."""
-    guard = dict(CANARY_PLUGINS="sglang,ranks_witness", CANARY_RANKS_INTERVAL="1")
-    folder = tmp_path / "guarded"
-    phases = [phase("nothing", TRAFFIC[:2], 30)]
-    serve(folder, two_ranks("cpu", model="llama"), phases, **guard, RANKS_UNGUARDED='{"CANARY_PLUGINS": ""}')
-    assert [e["ranks"] for e in told(folder, 0, "event") if e["event"] == "ranks_blind"] == [[1]]
-    assert told(folder, 0, "violation") == []

@@ -1,6 +1,6 @@
 """Settings: `CanaryConfig` and its values; `shown` has their table for users."""
 
-from canary_core.config.config import CanaryConfig, LogFormat, LogLevel, Mode, Untested
-from canary_core.config.values import LayerShare, ListenAddress, ScrubBudget
+from canary_core.config.config import CanaryConfig, LogFormat, LogLevel, Mode
+from canary_core.config.values import LayerShare, ListenAddress, ScrubBudget, Untested
 
 __all__ = ["CanaryConfig", "LayerShare", "ListenAddress", "LogFormat", "LogLevel", "Mode", "ScrubBudget", "Untested"]

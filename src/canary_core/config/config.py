@@ -16,58 +16,31 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
-from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from canary_core.config.faults import FaultSpec
-from canary_core.config.profiles import PROFILES, PROTECT, Profile
-from canary_core.config.values import MOST_BYTES, LayerShare, ListenAddress, ScrubBudget, notify_target, problem_text
+from canary_core.config.faults import readable_faults
+from canary_core.config.profiles import Profile, ProfileSource
+from canary_core.config.values import (
+    MOST_BYTES,
+    LayerShare,
+    ListenAddress,
+    RecomputeShare,
+    ScrubBudget,
+    Untested,
+    notify_target,
+    sentence,
+    unit,
+)
 from canary_core.errors import ConfigError
 
 Mode = Literal["off", "log", "raise"]
-Bytes = Literal["off", "partial", "all"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-Untested = Literal["guard", "refuse"]
 
 AUDITED_FORWARDS = 4
 """Forwards audited for an engine newer than tested, unless the setting asks for more: a prefill and decodes."""
 
 _MOST_SLOTS = (1 << 31) - 1
-
-
-def _readable_faults(text: str) -> str:
-    FaultSpec.parse_all(text)
-    return text
-
-
-def _unit(unit: str) -> dict[str, Any]:
-    """The unit of a setting, kept beside the description for `settings`."""
-    return {"unit": unit}
-
-
-class _ProfileSource(PydanticBaseSettingsSource):
-    """Settings source of last resort: the profile's values for everything left open by arguments and environment. Raise
-    mode without a profile is for tests, where nobody waits for a round of the scrub, and gets the scrub of ``hunt``."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """The profile's value of one field, None where the profile has none."""
-        return self._values().get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        """All values of the profile; empty for an unknown profile, reported by validation."""
-        return self._values()
-
-    def _values(self) -> dict[str, Any]:
-        given = self.current_state
-        profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
-        acting = PROTECT if given.get("on_violation") == "protect" else {}
-        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {}), **acting}
 
 
 class CanaryConfig(BaseSettings):
@@ -82,7 +55,7 @@ class CanaryConfig(BaseSettings):
     plugins: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description="Names of the plugins to load, separated by commas. Empty: none, and nothing is paid.",
-        json_schema_extra=_unit("names"),
+        json_schema_extra=unit("names"),
     )
     mode: Mode = Field(
         default="log",
@@ -102,7 +75,7 @@ class CanaryConfig(BaseSettings):
         "where no audit can be made an audit_skipped error says what is not proven, and raise mode stops. refuse: it "
         "is not guarded.",
     )
-    bytes: Bytes = Field(
+    bytes: Literal["off", "partial", "all"] = Field(
         default="all",
         description="Which KV bytes are fingerprinted on every layer and half: off (mapping checks only), partial "
         "(the first 16 bytes of each source of a slot), all.",
@@ -114,7 +87,7 @@ class CanaryConfig(BaseSettings):
         description="Layers whose bytes are fingerprinted: all; 1/8: every eighth one, from another one on by host, "
         "replica, rank and the hour of the start, so that a fleet covers all at an eighth of the memory; 1/8@3: the "
         "one turn from the layer at index 3 on. The mapping of slots is checked for all in any case.",
-        json_schema_extra=_unit("share of the layers"),
+        json_schema_extra=unit("share of the layers"),
     )
     backend: Literal["auto", "torch", "triton"] = Field(
         default="auto", description="auto: triton for pools on a GPU, torch elsewhere. The choice is logged."
@@ -123,7 +96,7 @@ class CanaryConfig(BaseSettings):
         default=0,
         description="Slots per forward whose bytes are compared before the forward reads them, rotating over the "
         "batch; -1: all of them (testing; it re-reads the whole context in every forward), 0: leave it to the scrub.",
-        json_schema_extra=_unit("slots per forward"),
+        json_schema_extra=unit("slots per forward"),
     )
     check_budget: Annotated[int, Field(ge=0, le=_MOST_SLOTS)] = Field(
         default=0,
@@ -136,32 +109,32 @@ class CanaryConfig(BaseSettings):
         default=ScrubBudget.parse("0.1%"),
         description="How much the scrub may do after each forward: a share of time such as 1%, or bytes per forward "
         "such as 64MiB; 0 turns it off. Slots of running requests come first; what holds nothing is passed over.",
-        json_schema_extra=_unit("share of time, or bytes per forward"),
+        json_schema_extra=unit("share of time, or bytes per forward"),
     )
     sweep_interval: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="Forwards between two sweeps of the engine's prefix cache: every node's slots against what was "
         "recorded, and the cache's own structure; 0: none.",
-        json_schema_extra=_unit("forwards"),
+        json_schema_extra=unit("forwards"),
     )
     divergence_interval: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="Forwards between two window_divergence events, for engines that map a sliding window's slots from "
         "those of the full pool; 0: none.",
-        json_schema_extra=_unit("forwards"),
+        json_schema_extra=unit("forwards"),
     )
     state_interval: Annotated[int, Field(ge=1)] = Field(
         default=256,
         description="Decode steps between two whose recurrent states (Mamba, linear attention) are fingerprinted and "
         "compared before the next step, since every step rewrites all their bytes; prefills always are. 1: every step.",
-        json_schema_extra=_unit("forwards"),
+        json_schema_extra=unit("forwards"),
     )
     table_interval: Annotated[int, Field(ge=0)] = Field(
         default=16,
         description="Forwards between two in which a table that attention was given (a page table, a list of slots, "
         "the buffers of a CUDA graph) is compared with the one that the engine keeps, where its plugin can; such a "
         "forward has no scrub. 1: every forward, beside its scrub; 0: never.",
-        json_schema_extra=_unit("forwards"),
+        json_schema_extra=unit("forwards"),
     )
     store_check: bool = Field(
         default=False,
@@ -178,10 +151,17 @@ class CanaryConfig(BaseSettings):
     )
     ranks_interval: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Forwards between two that are compared between the tensor-parallel ranks of one machine, where "
-        "the engine's plugin can: lengths, positions, token ids, slots, sampled tokens, and KV that several ranks "
-        "hold; 0: none. The ranks meet in a file of CANARY_CONTROL_DIR, and must have the same interval.",
-        json_schema_extra=_unit("forwards"),
+        description="Forwards between two compared between the tensor-parallel ranks of one machine, where the plugin "
+        "can: batches, sampled tokens and common KV; 0: none. The ranks meet in a file of CANARY_CONTROL_DIR.",
+        json_schema_extra=unit("forwards"),
+    )
+    recompute: Annotated[
+        RecomputeShare, NoDecode, BeforeValidator(RecomputeShare.parse), PlainSerializer(str, return_type=str)
+    ] = Field(
+        default=RecomputeShare(),
+        description="Time in which requests are computed again, and compared with the KV in the cache, where the "
+        "engine's plugin can: a share such as 1%, or so many verdicts, such as 8, at any price; 0: none unasked.",
+        json_schema_extra=unit("share of time, or verdicts"),
     )
     hit_check: bool = Field(
         default=False,
@@ -219,21 +199,21 @@ class CanaryConfig(BaseSettings):
         description="First forwards of each pool that are audited: the engine's whole KV memory is compared before and "
         "after, and each changed byte must be one that the plugin says is written. For authors and CI: slow, and it "
         "takes a copy of the pool; 0: none.",
-        json_schema_extra=_unit("forwards"),
+        json_schema_extra=unit("forwards"),
     )
     ring_rows: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default=1024,
         description="Violation rows kept on the device until the host reads them; counts are never lost.",
-        json_schema_extra=_unit("rows"),
+        json_schema_extra=unit("rows"),
     )
     stats_interval: Annotated[int, Field(ge=0)] = Field(
-        default=1000, description="Forwards between two stats events; 0: none.", json_schema_extra=_unit("forwards")
+        default=1000, description="Forwards between two stats events; 0: none.", json_schema_extra=unit("forwards")
     )
     silence_s: Annotated[float, Field(ge=0, le=threading.TIMEOUT_MAX)] = Field(
         default=60.0,
         description="Seconds that an engine that is known to run may take to its first checked forward, after which a "
         "silence event is raised; 0: never.",
-        json_schema_extra=_unit("seconds"),
+        json_schema_extra=unit("seconds"),
     )
     transfer_records: bool = Field(
         default=True,
@@ -246,14 +226,25 @@ class CanaryConfig(BaseSettings):
         "connector or a host tier brings back can be compared: about 48 bytes a token for 32 layers with K and V and "
         "blocks of 16. Taken as it fills, where the engine's plugin tells what leaves and comes back; 0: nothing is "
         "compared.",
-        json_schema_extra=_unit("bytes, e.g. 256MiB"),
+        json_schema_extra=unit("bytes, e.g. 256MiB"),
     )
     ledger_private: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description="KV connectors and storage back ends that only this engine stores with, by name (`HiCacheFile` for "
         "SGLang's files), where the engine's plugin can't know: "
         "what others store may have been computed with other numerics, so a difference would prove nothing.",
-        json_schema_extra=_unit("names"),
+        json_schema_extra=unit("names"),
+    )
+    keys: Literal["auto", "seeded", "public"] = Field(
+        default="auto",
+        description="Keys of the fingerprints without CANARY_KEY_FILE. seeded: drawn by each process, so that nobody "
+        "knows which change of bytes would not be seen. public: the same everywhere, for engines that exchange "
+        "records. auto: public where the engine's plugin sends records to other engines, else seeded.",
+    )
+    key_file: str = Field(
+        default="",
+        description="File with a secret of 16 bytes or more, from which the keys of the fingerprints are made: the "
+        "same for all engines that exchange records. Empty: see CANARY_KEYS.",
     )
     rank: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Rank of this process among those that serve one replica, told with each event."
@@ -272,7 +263,7 @@ class CanaryConfig(BaseSettings):
         description="Name under which the engine serves its model, told as the model of each event where the setting "
         "above is empty: the engine's plugin sets it.",
     )
-    faults: Annotated[str, AfterValidator(_readable_faults)] = Field(
+    faults: Annotated[str, AfterValidator(readable_faults)] = Field(
         default="",
         description="Deliberate corruptions for self-tests, e.g. 'real_kv_used:probability=0.01,warmup=50;lost_write'. "
         "Empty: none.",
@@ -287,7 +278,7 @@ class CanaryConfig(BaseSettings):
         default=20,
         description="Incidents that are told with an event of their own within a minute; of those beyond it an "
         "incidents_limited event has the counts; 0: no limit.",
-        json_schema_extra=_unit("incidents per minute"),
+        json_schema_extra=unit("incidents per minute"),
     )
     diagnose: bool = Field(
         default=True,
@@ -302,17 +293,17 @@ class CanaryConfig(BaseSettings):
         default=50,
         description="Bundles that the directory may hold; beyond, the oldest of the most frequent kind is removed. One "
         "of each kind and the newest of all stay, whatever this and the next two settings say.",
-        json_schema_extra=_unit("bundles"),
+        json_schema_extra=unit("bundles"),
     )
     incident_size: Annotated[ByteSize, Field(ge=1, le=MOST_BYTES), PlainSerializer(int, return_type=int)] = Field(
         default=ByteSize(1 << 30),
         description="Size of all bundles in the directory; beyond, some are removed in the same order.",
-        json_schema_extra=_unit("bytes, e.g. 1GiB"),
+        json_schema_extra=unit("bytes, e.g. 1GiB"),
     )
     incident_days: Annotated[float, Field(ge=0)] = Field(
         default=30.0,
         description="Age of a bundle, after which it is removed when the next one is written; 0: none is too old.",
-        json_schema_extra=_unit("days"),
+        json_schema_extra=unit("days"),
     )
     incident_bytes: bool = Field(
         default=False, description="Bundles hold the bytes of up to 64 slots, 16 MiB at most: KV, not text."
@@ -332,7 +323,7 @@ class CanaryConfig(BaseSettings):
         default="",
         description="Who is told of an incident that needs somebody: exec:PROGRAM ARGUMENTS gets it on its standard "
         "input, https://... by POST, as JSON. Trusted as the environment itself. Empty: nobody.",
-        json_schema_extra=_unit("exec:program, or https://address"),
+        json_schema_extra=unit("exec:program, or https://address"),
     )
     notify_key_file: str = Field(
         default="",
@@ -366,7 +357,7 @@ class CanaryConfig(BaseSettings):
         default=None,
         description="Where the metrics are served over HTTP beside that: a port of this machine, or an address and a "
         "port. Rank r takes the r-th port after it, or the next free one. Empty: nowhere.",
-        json_schema_extra=_unit("port, or address:port"),
+        json_schema_extra=unit("port, or address:port"),
     )
     control: Literal["off", "read", "write"] = Field(
         default="read",
@@ -388,8 +379,9 @@ class CanaryConfig(BaseSettings):
         "its own setup decides.",
     )
 
-    # No setting: what was found out about the engine, which an environment variable must not claim.
+    # No settings: what was found out about the engine, which an environment variable must not claim.
     _untested_engine: bool = PrivateAttr(default=False)
+    _exports: str = PrivateAttr(default="")
 
     @property
     def untested_engine(self) -> bool:
@@ -402,6 +394,17 @@ class CanaryConfig(BaseSettings):
         forwards audited. Further copies keep both."""
         marked = self.model_copy(update={"audit": max(self.audit, AUDITED_FORWARDS)})
         marked._untested_engine = True
+        return marked
+
+    @property
+    def exports(self) -> str:
+        """The reason why fingerprints leave the process, empty where they don't. Not a setting: see `for_exports`."""
+        return self._exports
+
+    def for_exports(self, reason: str) -> "CanaryConfig":
+        """A copy of the settings for an engine that sends fingerprints to others, and why; copied on with it."""
+        marked = self.model_copy()
+        marked._exports = reason
         return marked
 
     def control_folder(self) -> Path:
@@ -418,7 +421,7 @@ class CanaryConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, the environment, the profile."""
-        return init_settings, env_settings, _ProfileSource(settings_cls)
+        return init_settings, env_settings, ProfileSource(settings_cls)
 
     @field_validator("plugins", "ledger_private", mode="before")
     @classmethod
@@ -427,8 +430,7 @@ class CanaryConfig(BaseSettings):
 
     @classmethod
     def readable(cls) -> "CanaryConfig":
-        """Settings from the environment, with defaults in place of bad values: when nothing can start, the good ones
-        still say where to report."""
+        """Settings from the environment, with defaults for bad values: the good ones still say where to report."""
         defaults: dict[str, Any] = {}
         while True:
             try:
@@ -445,4 +447,4 @@ class CanaryConfig(BaseSettings):
         try:
             return cls(**overrides)  # type: ignore[arg-type]
         except ValidationError as error:
-            raise ConfigError("; ".join(problem_text(problem) for problem in error.errors())) from error
+            raise ConfigError("; ".join(sentence(problem) for problem in error.errors())) from error

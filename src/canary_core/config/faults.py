@@ -69,3 +69,9 @@ def _sentence(fault: str, problem: Mapping[str, Any]) -> str:
     if key == "fault":
         return f"CANARY_FAULTS: unknown fault {fault!r}; the faults are {', '.join(get_args(FaultName))}"
     return f"CANARY_FAULTS: {fault} has {key}={problem['input']}: {problem['msg']}"
+
+
+def readable_faults(text: str) -> str:
+    """``text``, for a field of settings. Raises `ConfigError` where it is no list of faults."""
+    FaultSpec.parse_all(text)
+    return text

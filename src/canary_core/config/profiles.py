@@ -2,6 +2,9 @@
 
 from typing import Any, Literal
 
+from pydantic.fields import FieldInfo
+from pydantic_settings import PydanticBaseSettingsSource
+
 Profile = Literal["watch", "hunt", "ci"]
 
 HUNT: dict[str, Any] = {
@@ -28,3 +31,22 @@ PROFILES: dict[str, dict[str, Any]] = {
     "ci": {**HUNT, "mode": "raise", "audit": 8},
 }
 """Values set by each profile, unless a variable or an argument is given. ``watch`` has the defaults."""
+
+
+class ProfileSource(PydanticBaseSettingsSource):
+    """Settings source of last resort: the profile's values for everything left open by arguments and environment. Raise
+    mode without a profile is for tests, where nobody waits for a round of the scrub, and gets the scrub of ``hunt``."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The profile's value of one field, None where the profile has none."""
+        return self._values().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """All values of the profile; empty for an unknown profile, reported by validation."""
+        return self._values()
+
+    def _values(self) -> dict[str, Any]:
+        given = self.current_state
+        profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
+        acting = PROTECT if given.get("on_violation") == "protect" else {}
+        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {}), **acting}

@@ -1,9 +1,10 @@
-"""Values of settings beyond numbers and words, such as `ScrubBudget`, and the sentence on a bad one."""
+"""Values of settings beyond numbers and words: `ScrubBudget`, `RecomputeShare`, `LayerShare` and `ListenAddress`; and
+the sentence about those that can't be used."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -12,6 +13,8 @@ from canary_core.errors import ConfigError
 BYTE_SIZE = TypeAdapter(ByteSize)
 """Parses sizes such as ``64MiB``."""
 MOST_BYTES = (1 << 63) - 1
+
+Untested = Literal["guard", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,36 @@ class ScrubBudget:
         if step_bytes > MOST_BYTES:
             raise ConfigError(f"CANARY_SCRUB_BUDGET must be below 8EiB per forward, got {value!r}")
         return cls(step_bytes=step_bytes, text=text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeShare:
+    """Requests computed again: either a ``share`` of the time (0 to 1), or so many ``verdicts`` and no more. Prints as
+    written."""
+
+    share: float = 0.0
+    verdicts: int = 0
+    text: str = field(default="0", compare=False)
+
+    @classmethod
+    def parse(cls, value: object) -> "RecomputeShare":
+        """From ``1%``, ``8`` (verdicts) or ``0``. Raises `ConfigError`."""
+        if isinstance(value, cls):
+            return value
+        text = str(value).strip()
+        written = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)\s*%|(\d{1,9})", text)
+        if written is None or (written[1] and float(written[1]) > 100):
+            raise ConfigError(
+                "CANARY_RECOMPUTE must be a share of time such as 1%, at most 100%, or a number of verdicts such as 8, "
+                f"got {value!r}"
+            )
+        return cls(float(written[1]) / 100 if written[1] else 0.0, int(written[2] or 0), text)
+
+    def __bool__(self) -> bool:
+        return self.share > 0 or self.verdicts > 0
 
     def __str__(self) -> str:
         return self.text
@@ -124,9 +157,14 @@ def notify_target(text: str) -> str:
     )
 
 
-def problem_text(problem: Mapping[str, Any]) -> str:
+def sentence(problem: Mapping[str, Any]) -> str:
     """One of pydantic's reports with the setting's name and value; an error of ours says both."""
     ours = problem.get("ctx", {}).get("error")
     if isinstance(ours, ConfigError):
         return str(ours)
     return f"CANARY_{'.'.join(map(str, problem['loc'])).upper()}: {problem['msg']}, got {problem['input']!r}"
+
+
+def unit(unit: str) -> dict[str, Any]:
+    """The unit of a setting, kept beside the description for `settings`."""
+    return {"unit": unit}

@@ -53,11 +53,23 @@ def attached(config: CanaryConfig, backend: str, regions: Collection[Region], st
         "mode": config.mode,
         "bytes": config.bytes,
         "layers": str(config.layers),
+        **_keys(config, states),
         "regions": {r.name: {"kind": r.kind.value, "slots": r.slots, "sources": len(r.sources)} for r in regions},
         "memory_bytes": sum(state.memory_bytes for state in states),
         "pool_bytes": sum(region.pool_bytes for region in regions),
     }
-    return Event("attached", fields=fields)
+    return Event("attached", "warning" if config.key_file and "keys_reason" in fields else "info", fields)
+
+
+def _keys(config: CanaryConfig, states: Collection[RegionState]) -> dict[str, object]:
+    """Sort of the fingerprints' keys, and why it is no better one."""
+    from canary_core.ops.fingerprint_keys import keys_reason
+
+    kind = next((state.sources.fingerprint_keys.kind for state in states if state.sources), None)
+    if kind is None:
+        return {}
+    reason = keys_reason(config)
+    return {"keys": kind, **({"keys_reason": reason} if reason else {})}
 
 
 def attach(

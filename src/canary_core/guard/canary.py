@@ -16,7 +16,7 @@ from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig, Mode, ScrubBudget
 from canary_core.errors import CanaryError
 from canary_core.events import Event
-from canary_core.guard import attach
+from canary_core.guard import attach, glances
 from canary_core.guard.coverage import Coverage, require_together
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
@@ -37,13 +37,13 @@ from canary_core.runtime.witness import Witness
 from canary_core.runtime.workspace import Failsafe, Switch, Workspace
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
-from canary_core.watchers.audit.memory import EngineMemory
 from canary_core.watchers.audit.running import RunningAudit
 
 if TYPE_CHECKING:
     from canary_core.guard.reading import Reading
     from canary_core.guard.start_up import StartUp
     from canary_core.watchers.ledger import Ledger
+    from canary_core.watchers.recompute import Verifier
 
 _open: "WeakSet[Canary]" = WeakSet()
 """Canaries without a summary yet."""
@@ -87,9 +87,10 @@ class Canary:
                 self.writers.contents.name(region.name, ENCODED)
         on = self.config.mode != "off"
         tensors = pool_tensors() if on and pool_tensors is not None else {}
-        left_out = (*uncovered, *resting(regions, self.config))
-        self.coverage = Coverage(tuple(regions), left_out)
+        self.coverage = Coverage(tuple(regions), left_out := (*uncovered, *resting(regions, self.config)))
         if tensors:
+            from canary_core.watchers.audit.memory import EngineMemory
+
             self.coverage = Coverage.of_engine(tuple(regions), left_out, EngineMemory(tensors))
         self.regions = {r.name: r for r in regions}
         """The guarded regions by name."""
@@ -118,7 +119,10 @@ class Canary:
         """The sampler's tokens, to compare with those of the next forward."""
         self.step = Step(self, self._switch, self.slots, self._findings)
         """Calls around a forward."""
-        self._lookout = Lookout(self._switch, self._findings)
+        self.verifier: Verifier | None = None
+        """Has requests computed again; None where nobody can. `Recompute` puts itself here."""
+        own = ref(self)
+        self._lookout = Lookout(self._switch, self._findings, lambda: glances.unable_to_recompute(own()))
         self.step.reader.lookout = self._lookout
         self._start_up: StartUp | None = None
         self.audit.forget = self.slots.forget
@@ -128,8 +132,7 @@ class Canary:
             if not warms_up:
                 self.step.scrub.start()
             _open.add(self)
-            own = ref(self)
-            self.witness.calls = lambda: _calls(own())
+            self.witness.calls = lambda: glances.calls(own())
             self.witness.why = lambda: _unguarded(own())
             WATCH.add(self._lookout)
             attach.made(self)
@@ -428,11 +431,6 @@ class Canary:
     def _give_up(self) -> None:
         if self._start_up is not None:
             self._start_up.give_up()
-
-
-def _calls(canary: Canary | None) -> int:
-    """Number of calls of ``canary`` for a forward, whatever the result."""
-    return -1 if canary is None else canary.step.forwards + canary.step.unchecked + canary.step.passed_by
 
 
 def _unguarded(canary: Canary | None) -> str | None:

@@ -3,11 +3,14 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from canary_core.errors import AttachError
 from canary_core.events import Event, size_text
 from canary_core.region import Region, Uncovered
-from canary_core.watchers.audit.memory import EngineMemory
+
+if TYPE_CHECKING:
+    from canary_core.watchers.audit.memory import EngineMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class Coverage:
     engine_guarded_bytes: int | None = None
 
     @classmethod
-    def of_engine(cls, regions: Sequence[Region], uncovered: Sequence[Uncovered], memory: EngineMemory) -> "Coverage":
+    def of_engine(cls, regions: Sequence[Region], uncovered: Sequence[Uncovered], memory: "EngineMemory") -> "Coverage":
         """As a share of ``memory``, the engine's own: each byte counts once, however many sources share it, and bytes
         neither in a region nor in ``uncovered`` are left out as well, under the engine's names. By addresses alone."""
         from canary_core.watchers.audit.gaps import gaps_of

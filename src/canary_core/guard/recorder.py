@@ -8,7 +8,6 @@ from canary_core.guard.fingerprint_schedule import FingerprintSchedule
 from canary_core.guard.overhead import Overhead
 from canary_core.guard.scrub import Pace, Scrub
 from canary_core.ops.state import RegionState
-from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.watchers.stores import StoreCheck
 from canary_core.watchers.tables import TableCheck
@@ -122,6 +121,8 @@ class Recorder:
                     state.forget_written()
                 self._backend.record(state, view, table)
             if table.checkpoints is not None:
+                from canary_core.ops.state_checkpoints import record_checkpoints
+
                 record_checkpoints(self._backend, state, view, table)
                 if beside and side is not None:
                     side.reads(table.checkpoints.slots, table.checkpoints.positions)

@@ -10,7 +10,6 @@ from canary_core.events import Event
 from canary_core.guard.forward import Facade, Forward, Measured, PassedBy
 from canary_core.guard.listener import Listeners, StepListener
 from canary_core.guard.overhead import Overhead
-from canary_core.guard.pause import Pause
 from canary_core.guard.recorder import Recorder
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.read_times import ReadTimes
@@ -72,7 +71,6 @@ class Step:
         self._slots = slots
         self._audit = slots.audit
         self._findings = findings
-        self._config = config
         self.tables = TableCheck(workspace, switch, config.table_interval)
         """Whether attention is given the slots in the engine's own tables."""
         findings.table_names = self.tables.names
@@ -88,6 +86,8 @@ class Step:
         self.ranks = self._recorder.ranks
         """Whether ranks that must compute the same do; None without ``CANARY_RANKS_INTERVAL``."""
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
+        from canary_core.guard.pause import Pause
+
         self._pause = Pause(slots, canary.sampled, self.tables, self.watchdog, switch)
         self._forward = Forward(canary, switch, slots, self._recorder, self.watchdog)
         self._measured = Measured(self._forward, self.overhead)
@@ -370,7 +370,7 @@ class Step:
                 return
             if self._reads_at.due(self.ends, self.scrub.pace.step()):
                 self.reader.read(forward.number)
-            interval = self._config.stats_interval
+            interval = self._workspace.config.stats_interval
             if interval and self.ends % interval == 0:
                 self._canary.tell_stats()
             self.overhead.step()

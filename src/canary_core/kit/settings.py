@@ -6,9 +6,10 @@ from canary_core.config import CanaryConfig
 
 
 def default_config(**overrides: Any) -> CanaryConfig:
-    """The defaults without stats and without the alarm for silence, whatever the environment says."""
+    """The defaults with public keys, without stats and without the alarm for silence, whatever the environment says."""
     defaults = {name: f.default for name, f in CanaryConfig.model_fields.items()}
-    return CanaryConfig.load(**{**defaults, "stats_interval": 0, "silence_s": 0.0, **overrides})
+    # The same numbers for the same seed: with keys of the process's own no two runs would have the same.
+    return CanaryConfig.load(**{**defaults, "keys": "public", "stats_interval": 0, "silence_s": 0.0, **overrides})
 
 
 def strict_config(**overrides: Any) -> CanaryConfig:

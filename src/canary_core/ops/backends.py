@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from canary_core.ops.compile_process import CompileProcess
     from canary_core.ops.weights import WeightTable
     from canary_core.read_table import ReadTable
+    from canary_core.recomputer import Computed
 
 BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
 EventOp = Callable[[RegionState, Tensor, int | Tensor, int], None]
@@ -31,7 +32,7 @@ class Backend:
     where the content of slots changes without a forward; `gather_blocks` for the ledger; `compare_tables` once
     attention has its tables (last argument: whether to wait for a compiler; returns whether the op was launched);
     `note_store` after a layer has stored its KV, and `compare_stores` before `record`; `compare_weights` after a
-    forward."""
+    forward; `compare_kv` where somebody has the KV of a request computed again."""
 
     name: str
     baseline: Callable[[RegionState], None]
@@ -55,6 +56,7 @@ class Backend:
     note_store: Callable[[RegionState, BatchView, Sequence[int]], None]
     compare_stores: BatchOp
     compare_weights: "Callable[[RegionState, WeightTable, int, int], None]"
+    compare_kv: "Callable[[RegionState, Sequence[int], Tensor, Computed, Tensor], None]"
     row_steps: tuple[int, ...] = ()
     """Upper bounds of rows: batches up to the same bound share compiled kernels; empty where nothing is compiled."""
     compile_together: Callable[[Callable[[], None]], None] | None = None
@@ -118,6 +120,7 @@ _FILES = {
     "note_store": "stores",
     "compare_stores": "stores",
     "compare_weights": "weights",
+    "compare_kv": "compare_kv",
 }
 """Ops, and the file of each in ``ops/torch`` and in ``ops/kernels``."""
 

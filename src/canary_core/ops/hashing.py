@@ -6,19 +6,27 @@ scan; `mix` is a bijection of (position, token), so any single different token o
 Bytes fingerprint of one slot in one source: ``salt(source) + sum(word[i] * key[i])  (mod 2**64)`` over the slot's
 32-bit little-endian words (a chunk's tail is padded with zero bytes). Addition commutes, so any tiling agrees. Keys are
 odd and depend on the word's index alone; the salt sets sources apart, so a fingerprint of one source does not fit
-another.
+another. A ledger's block has ``sum(fingerprint[slot] * weight[place])``. All three come from seeds: public ones, or
+those of a secret, see `fingerprint_keys`.
 
 Let ``v`` (0 to 31) be the lowest bit in which any word changed. Seen with certainty, because keys are odd:
 
 - any change within one word; more generally any change in which an odd number of words differ in bit ``v``;
 - any two flipped bits, in a slot of at most `SURE_WORDS` words a source: only where both are the same bit of their
-  words could they cancel, and only if the two keys' sum or difference were 0 modulo 2**33; a test looks at every pair.
+  words could they cancel, and only if the two keys' sum or difference were 0 modulo 2**33. Of the public keys a test
+  looks at every pair of the first `SURE_PUBLIC_WORDS`; other seeds are drawn until the first `SURE_WORDS` are so, too.
+  Beyond, two flips of the same bit are missed with probability 2**-32 in each pair of words.
 
 Any other change is missed with probability ``2**(v - 63)``: ``2**-63`` if a word's lowest bit changed, ``2**-48`` if
 signs of bfloat16 did (bit 15), ``2**-32`` at worst, for four words or more with changes in their top bits only. The
 probability is over the keys (multilinear hashing: Carter & Wegman, 1979; Lemire & Kaser, "Strongly universal string
-hashing is fast", 2014), and Canary's are fixed and public: it holds against faults, which know nothing of the keys, not
-against an attacker who writes to the pool with a collision in mind.
+hashing is fast", 2014), as far as `splitmix` of an unknown seed is as good as a random number. It holds against faults,
+which know nothing of the keys, whatever the seeds. Against somebody who writes to the pool with a collision in mind it
+holds while the keys are secret and no fingerprint is seen: the sum is linear, so whoever sees as many fingerprints of
+known bytes as a slot has words can work out the keys. Public keys protect nobody against that.
+
+The prefix hash has no secret: it is of tokens and positions, which are compared beside it, must be the same number in
+every engine that exchanges KV, and takes no bytes in.
 
 The finaliser is splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014).
 """
@@ -33,8 +41,10 @@ KEY_SEED = 0x243F6A8885A308D3
 SALT_SEED = 0x13198A2E03707344
 ANCHOR_SEED = 0x0082EFA98EC4E6C9
 WEIGHT_SEED = 0x452821E638D01377
-SURE_WORDS = 97873
-"""Number of leading keys without a pair whose sum or difference is 0 modulo 2**33."""
+SURE_PUBLIC_WORDS = 97873
+"""Number of leading public keys without a pair whose sum or difference is 0 modulo 2**33."""
+SURE_WORDS = 16384
+"""The same of every seed that is used, public or not."""
 _MASK = (1 << 64) - 1
 
 
@@ -61,21 +71,27 @@ def mix(tokens: Tensor, positions: Tensor) -> Tensor:
     return splitmix((positions.long() << 32) | (tokens.long() & 0xFFFFFFFF))
 
 
-def keys(words: int, device: torch.device | str = "cpu") -> Tensor:
+def keys(words: int, device: torch.device | str = "cpu", seed: int = KEY_SEED) -> Tensor:
     """The odd int64 multipliers of words ``0 .. words-1`` of a slot, ``[words]``."""
-    return splitmix(torch.arange(words, dtype=torch.int64, device=device) + signed(KEY_SEED)) | 1
+    return splitmix(torch.arange(words, dtype=torch.int64, device=device) + signed(seed)) | 1
 
 
-def salts(sources: int, device: torch.device | str = "cpu") -> Tensor:
+def salts(sources: int, device: torch.device | str = "cpu", seed: int = SALT_SEED) -> Tensor:
     """The odd start value of each source's fingerprint, ``[sources]``: zero bytes never fingerprint to zero, and
     fingerprints carried to another source do not fit there."""
-    return splitmix(torch.arange(sources, dtype=torch.int64, device=device) + signed(SALT_SEED)) | 1
+    return splitmix(torch.arange(sources, dtype=torch.int64, device=device) + signed(seed)) | 1
 
 
-def weights(slots: int, device: torch.device | str = "cpu") -> Tensor:
+def weights(slots: int, device: torch.device | str = "cpu", seed: int = WEIGHT_SEED) -> Tensor:
     """The odd int64 multipliers of the fingerprints of a block's slots, by place in the block, ``[slots]``: exchanged
     slots make another value."""
-    return splitmix(torch.arange(slots, dtype=torch.int64, device=device) + signed(WEIGHT_SEED)) | 1
+    return splitmix(torch.arange(slots, dtype=torch.int64, device=device) + signed(seed)) | 1
+
+
+def are_sure(multipliers: Tensor) -> bool:
+    """Whether no two of the odd ``multipliers`` have a sum or a difference that is 0 modulo 2**33."""
+    low = multipliers & ((1 << 33) - 1)
+    return len(torch.minimum(low, (1 << 33) - low).unique()) == len(multipliers)
 
 
 def inverse(odd: Tensor) -> Tensor:

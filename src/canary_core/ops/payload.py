@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from canary_core.errors import AttachError
-from canary_core.ops import hashing
+from canary_core.ops.fingerprint_keys import PUBLIC, FingerprintKeys, known_keys
 from canary_core.records import (
     CONTENT,
     FREED_BY,
@@ -34,6 +34,7 @@ from canary_core.records import (
     TOKEN,
     WRITER,
     Clock,
+    Counter,
     Descriptor,
     State,
 )
@@ -81,16 +82,19 @@ class PayloadLayout:
     """Meaning of a region's payloads, as plain values, picklable for another process.
 
     ``sources`` are in the order of the fingerprints. ``origin``, 32 bits, is the exporting Canary: its writer ids and
-    steps mean nothing elsewhere. A payload fits regions whose layout has the same ``digest``.
+    steps mean nothing elsewhere. ``keys``: `FingerprintKeys.id`, 0 for the public ones. A payload fits regions whose
+    layout has the same ``digest``.
     """
 
     sources: tuple[SourceLayout, ...]
     origin: int
+    keys: int = 0
     digest: int = field(init=False)
 
     def __post_init__(self) -> None:
         text = ";".join(f"{s.name},{s.chunks},{s.chunk_bytes}" for s in self.sources)
-        digest = blake2b(f"{PAYLOAD_VERSION};{text}".encode(), digest_size=4).digest()
+        keys = f";keys {self.keys}" if self.keys else ""
+        digest = blake2b(f"{PAYLOAD_VERSION};{text}{keys}".encode(), digest_size=4).digest()
         # 31 bits and never 0: a payload of zeros fits nowhere.
         object.__setattr__(self, "digest", int.from_bytes(digest, "little") >> 1 or 1)
 
@@ -101,7 +105,8 @@ class PayloadLayout:
         if known is None:
             origin = blake2b(_NONCE + f"{os.getpid()},{id(state.shared)}".encode(), digest_size=4).digest()
             sources = tuple(SourceLayout(s.name, s.chunks, s.chunk_bytes) for s in state.sources)
-            known = _layouts[state] = cls(sources, int.from_bytes(origin, "little"))
+            keys = state.sources.fingerprint_keys.id
+            known = _layouts[state] = cls(sources, int.from_bytes(origin, "little"), keys)
         return known
 
     def read(self, payload: Tensor) -> "PayloadRecords":
@@ -160,15 +165,18 @@ class Difference:
 @dataclass(frozen=True, slots=True)
 class PayloadCheck:
     """Result of `check_payload`. ``checked`` and ``skipped`` count (row, source) pairs; skipped are pairs with bytes
-    unknown, or never written, at the export."""
+    unknown, or never written, at the export. ``other_keys``: nothing was compared, since this process has not the keys
+    of the payload, see ``CANARY_KEY_FILE``."""
 
     differences: tuple[Difference, ...]
     checked: int
     skipped: int
+    other_keys: bool = False
 
 
-def fingerprint_bytes(data: Tensor | Array, chunk_bytes: int, column: int) -> Tensor:
-    """The fingerprint of a source's slots with the given bytes, equal to the device's: int64 ``[n]``.
+def fingerprint_bytes(data: Tensor | Array, chunk_bytes: int, column: int, keys: FingerprintKeys = PUBLIC) -> Tensor:
+    """The fingerprint of a source's slots with the given bytes, equal to the device's of the same ``keys``: int64
+    ``[n]``.
 
     data: ``[n, ...]``, each row the bytes of one slot, its chunks of ``chunk_bytes`` bytes one after the other; uint8,
     or any dtype for its raw bytes. A numpy array or a tensor, on any device. column: index of the source among the
@@ -179,18 +187,18 @@ def fingerprint_bytes(data: Tensor | Array, chunk_bytes: int, column: int) -> Te
     if chunk_bytes < 1 or slot_bytes % chunk_bytes or not slot_bytes:
         raise AttachError(f"a slot of {slot_bytes} bytes has no whole number of chunks of {chunk_bytes} bytes")
     chunks, width = slot_bytes // chunk_bytes, -(-chunk_bytes // 4)
-    keys = hashing.keys(chunks * width, data.device)
+    multipliers = keys.words(chunks * width, data.device)
     out = torch.empty(slots, dtype=torch.int64, device=data.device)
-    rows = max(BLOCK_WORDS // len(keys), 1)
+    rows = max(BLOCK_WORDS // len(multipliers), 1)
     for first in range(0, slots, rows):
         block = data[first : first + rows].reshape(-1, chunks, chunk_bytes)
         if width * 4 != chunk_bytes:
             block = pad(block, (0, width * 4 - chunk_bytes))
         if block.storage_offset() % 4 or not block.is_contiguous():
             block = block.clone(memory_format=torch.contiguous_format)
-        words = block.view(torch.int32).view(-1, len(keys)).long() & 0xFFFFFFFF
-        out[first : first + rows] = words.mul_(keys).sum(1)
-    return out + hashing.salts(column + 1, data.device)[column]
+        words = block.view(torch.int32).view(-1, len(multipliers)).long() & 0xFFFFFFFF
+        out[first : first + rows] = words.mul_(multipliers).sum(1)
+    return out + keys.sources(column + 1, data.device)[column]
 
 
 def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Tensor | Array]) -> PayloadCheck:
@@ -208,6 +216,7 @@ def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Ten
     written = known & (record[:, POSITION] & CONTENT == State.WRITTEN)
     differences: list[Difference] = []
     checked = skipped = 0
+    keys = known_keys(layout.keys)
     for name, content in data.items():
         if name not in columns:
             raise AttachError(f"no source {name!r} in this payload; its sources are {', '.join(columns) or 'none'}")
@@ -218,9 +227,12 @@ def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Ten
             raise AttachError(
                 f"{name}: {len(payload)} slots of {source.slot_bytes} bytes are needed, got {tuple(bytes_.shape)}"
             )
+        if keys is None:
+            skipped += len(payload)
+            continue
         stored = payload[:, PAYLOAD_FINGERPRINTS + column]
         judged = written & (stored != 0)
-        found = fingerprint_bytes(bytes_[:, : source.slot_bytes], source.chunk_bytes, column)
+        found = fingerprint_bytes(bytes_[:, : source.slot_bytes], source.chunk_bytes, column, keys)
         for row in (judged & (found != stored)).nonzero()[:, 0].tolist():
             fields = record[row].tolist()
             token, position = fields[TOKEN], fields[POSITION] // STATES
@@ -228,7 +240,7 @@ def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Ten
             differences.append(Difference(row, name, *values, token, position, fields[WRITER], fields[STEP_WRITTEN]))
         checked += int(judged.sum())
         skipped += int((~judged).sum())
-    return PayloadCheck(tuple(differences), checked, skipped)
+    return PayloadCheck(tuple(differences), checked, skipped, keys is None)
 
 
 def export_records(state: "RegionState", slots: Tensor) -> Tensor:
@@ -247,20 +259,24 @@ def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer:
     """Sets the records of ``slots`` (integer ``[n]``, each at most once) from ``payload`` (``[n, layout.words]``, on
     the region's device). Numbers beyond the region are left out. Never waits for the device.
 
-    A slot becomes *unknown* where the payload is of another layout. Bytes without a fingerprint in the payload are not
-    compared, and the rest of the record holds. Writer and step are kept from the same Canary only; otherwise the writer
-    is ``writer``, the step now. The bits for freed and parked stay the slot's own.
+    A slot becomes *unknown* where the payload is of another layout, or has other keys, which counts as `UNFIT_ROWS`.
+    Bytes without a fingerprint in the payload are not compared, and the rest of the record holds. Writer and step are
+    kept from the same Canary only; otherwise the writer is ``writer``, the step now. The bits for freed and parked stay
+    the slot's own.
     """
     layout = PayloadLayout.of(state)
     slots = slots.long()
     if not len(slots):
         return
+    stamped = payload[:, PAYLOAD_STAMP] != 0 if payload.dim() == 2 and payload.shape[1] else torch.zeros_like(slots) > 0
     if payload.dim() != 2 or payload.shape[1] != layout.words:
         payload = state.fingerprints.new_zeros(len(slots), layout.words)
     entry, slot, anything = state.entries(slots)
     payload = payload[entry]
     old = state.records[slot]
     known, new = _records_of(layout, payload)
+    once = anything & (entry == torch.arange(len(slots), device=slots.device))
+    state.shared.counters[Counter.UNFIT_ROWS] += (stamped & ~known & once).sum()
     own = known & (payload[:, PAYLOAD_STAMP] & 0xFFFFFFFF == layout.origin)
     fingerprints = torch.where(known[:, None], payload[:, PAYLOAD_FINGERPRINTS:], 0)
     content = torch.where(known, new[:, POSITION] & CONTENT, int(State.UNKNOWN))

@@ -13,7 +13,6 @@ from torch import Tensor
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.layers import of_guarded_layers
-from canary_core.ops import hashing
 from canary_core.ops.upload import pinned, upload
 from canary_core.records import DESCRIPTOR_WORDS, LOST_WRITE_BYTES, Descriptor
 from canary_core.region import PARTIAL_BYTES, KVSource, Placement, Region, Role
@@ -83,7 +82,8 @@ class SourceTable(Sequence[KVSource]):
 
     bound: the sources, another tuple after each `rebind` or `rebind_alike`. descriptors: int64 ``[sources,
     DESCRIPTOR_WORDS]``, see `Descriptor`. keys: int64, one for each word of the longest slot, and salts: int64
-    ``[sources]``, at least one of each, see `hashing`. groups: sources of one launch each, for byte kernels.
+    ``[sources]``, at least one of each, and place_seed: int64 ``[1]``, see `hashing`: all of ``fingerprint_keys``.
+    groups: sources of one launch each, for byte kernels.
     """
 
     def __init__(self, region: Region, config: CanaryConfig) -> None:
@@ -101,8 +101,12 @@ class SourceTable(Sequence[KVSource]):
         self.gone = False
         """Whether the engine has given the tensors up, see `let_go`."""
         self._rows = self._descriptors()
-        self.keys = hashing.keys(max((s.slot_words for s in self), default=1), device)
-        self.salts = hashing.salts(max(len(self), 1), device)
+        from canary_core.ops.fingerprint_keys import FingerprintKeys
+
+        self.fingerprint_keys = FingerprintKeys.of(config)
+        self.keys = self.fingerprint_keys.words(max((s.slot_words for s in self), default=1), device)
+        self.salts = self.fingerprint_keys.sources(max(len(self), 1), device)
+        self.place_seed = torch.full((1,), self.fingerprint_keys.of_places, dtype=torch.int64, device=device)
         self.descriptors = torch.zeros(len(self), DESCRIPTOR_WORDS, dtype=torch.int64, device=device)
         self.groups = source_groups(self.bound, device)
         self._shapes = [SourceShape.of(s) for s in self]
@@ -135,7 +139,7 @@ class SourceTable(Sequence[KVSource]):
     @property
     def memory_bytes(self) -> int:
         """Device memory of ours for the sources."""
-        return self.descriptors.nbytes + self.keys.nbytes + self.salts.nbytes
+        return self.descriptors.nbytes + self.keys.nbytes + self.salts.nbytes + self.place_seed.nbytes
 
     def groups_of(self, columns: Sequence[int]) -> tuple[SourceGroup, ...]:
         """The parts of `groups` with sources of ``columns`` (indices) only. Waits for the device."""

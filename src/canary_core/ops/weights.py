@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from canary_core.ops import hashing
+from canary_core.ops.fingerprint_keys import FingerprintKeys
 from canary_core.ops.launches import Launch
 
 CHUNK_BYTES = 64 << 10
@@ -68,11 +68,11 @@ class WeightTable:
 
     places: int64 ``[ranges, 4]``, see `RangeWord`. owners: int32 ``[chunks]``, the range of each chunk.
     fingerprints: int64 ``[chunks]``, 0 for unknown: the next comparison takes it. found: int64 ``[1 + ROOM, 2]``,
-    see `Different`. keys: int64, those of a chunk's words, and behind them the salt, see `hashing`. launches: the
-    back ends' cache.
+    see `Different`. keys: int64, those of a chunk's words, and behind them the salt, see `hashing`: all of
+    ``fingerprint_keys``. launches: the back ends' cache.
     """
 
-    def __init__(self, ranges: Sequence[WeightRange], device: torch.device) -> None:
+    def __init__(self, ranges: Sequence[WeightRange], device: torch.device, keys: FingerprintKeys) -> None:
         self.ranges = tuple(ranges)
         self.firsts: list[int] = []
         """Number of each range's first chunk."""
@@ -87,7 +87,8 @@ class WeightTable:
         self.owners = owners.to(device)
         self.fingerprints = torch.zeros(self.chunks, dtype=torch.int64, device=device)
         self.found = torch.zeros(1 + ROOM, len(Different), dtype=torch.int64, device=device)
-        self.keys = torch.cat((hashing.keys(CHUNK_BYTES // 4), hashing.salts(1))).to(device)
+        self.fingerprint_keys = keys
+        self.keys = torch.cat((keys.words(CHUNK_BYTES // 4), keys.sources(1))).to(device)
         self.launches: dict[str, Launch] = {}
 
     @property

@@ -187,6 +187,8 @@ class Hooks:
             session.unguarded.computed(tokens.get(session, 0))
         if self.session is not None:
             self.session.sampled.answers.issued(result)
+        if isinstance(self._quarantine, Protection):
+            self._quarantine.issued()
         return result
 
     def _begin_batch(self, config: CanaryConfig, scheduler: Any, batch: Any) -> None:

@@ -83,6 +83,8 @@ class Session:
             "served_model": config.served_model or runners.served_model(runner),
         }
         config = config.model_copy(update={"silence_s": 0.0, "lifetime": lifetime, **about})
+        if not adapters and config.transfer_records and runners.records_may_travel(runner):
+            config = config.for_exports("records travel between prefill and decode engines")
         names = [region.name for region in regions]
         part = partial(embeddings.part, runner.model)
         self._shards = EmbeddingShards(part, lambda: self.canary.forwards, self.model or "")

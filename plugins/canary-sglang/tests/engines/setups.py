@@ -15,6 +15,16 @@ HICACHE_COVERED_BY = "records that travel and walks through nodes in host memory
 SPECULATION_COVERED_BY = "a draft model's batches, without an engine"
 """What CI runs in place of engines for which it has no time."""
 
+HICACHE: dict[str, Any] = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 8.0,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
+    "hicache_write_policy": "write_through",
+    "max_total_tokens": 160,
+}
+"""`ServerArgs` of an engine whose pool holds a few prompts; others lie in host memory."""
+
 UNFIT = frozenset(
     {
         ("req_to_token", "mamba"),
@@ -180,14 +190,7 @@ SETUPS = {
         left_out=frozenset({"swa", "c4", "c128", "c4_state", "c128_state"}),
     ),
     "hicache": Setup(
-        {
-            "enable_hierarchical_cache": True,
-            "hicache_ratio": 8.0,
-            "hicache_io_backend": "direct",
-            "hicache_mem_layout": "layer_first",
-            "hicache_write_policy": "write_through",
-            "max_total_tokens": 160,
-        },
+        HICACHE,
         covered_by=HICACHE_COVERED_BY,
     ),
     "short_conv": Setup(

@@ -84,6 +84,7 @@ class Side:
             # What is misused on purpose mustn't end the engine.
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
             **(STRESSED if options.stress and name == "decode" else {}),
+            **({"CANARY_KEY_FILE": write_secret(folder)} if options.secret else {}),
             "OMP_NUM_THREADS": "1",
             **({"TORCHDYNAMO_DISABLE": "1"} if options.device == "cpu" else {}),
         }
@@ -255,6 +256,14 @@ def write_witness(folder: Path) -> None:
     info.joinpath("entry_points.txt").write_text("[canary]\npd_witness = pd_witness\n")
 
 
+def write_secret(folder: Path) -> str:
+    """A file with what both engines make the keys of their fingerprints from."""
+    file = folder / "secret"
+    file.touch(0o600)
+    file.write_text("known to these two engines")
+    return str(file)
+
+
 def write_model(folder: Path, options: argparse.Namespace) -> None:
     """A folder with a configuration; weights are random."""
     config = {**MODELS[options.model], **(SMALL if options.device == "cpu" else {})}
@@ -332,6 +341,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", choices=list(MODELS), default="llama")
     parser.add_argument("--guard", choices=["both", "prefill", "decode"], default="both")
     parser.add_argument("--stress", action="store_true")
+    parser.add_argument("--secret", action="store_true")
     parser.add_argument("--side")
     parser.add_argument("--ports")
     given = parser.parse_args()

@@ -1,6 +1,7 @@
 """Bits that flip in KV parked in the prefix cache, and what is answered from it.
 
-python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [clean], in this folder: a line of JSON for each mode.
+python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [clean], in this folder: a line of JSON for each
+mode. With ``host``, HiCache, whose copies in host memory flip.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines.setups import HICACHE
 
 from tools.storms import Served, loop
 
@@ -23,10 +25,12 @@ BITS = (23, 28, 29, 30)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"dtype": "float32"},
     "overlap": {"dtype": "float32", "disable_overlap_schedule": False},
+    "host": {"dtype": "float32", **HICACHE},
+    "overlap host": {"dtype": "float32", "disable_overlap_schedule": False, **HICACHE},
     "gpu": {"device": "cuda", "model": "gpu_llama"},
     "gpu overlap": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False},
 }
-"""`ServerArgs` of the engines, without and with the overlap scheduler, and on a GPU with CUDA graphs."""
+"""`ServerArgs` of the engines, without and with the overlap scheduler, with HiCache, and on a GPU with CUDA graphs."""
 
 QUIET = {"CANARY_READ_CHECK": "0", "CANARY_SCRUB_BUDGET": "0", "CANARY_INCIDENT_LIMIT": "1"}
 """Settings under which only hits are compared."""
@@ -36,13 +40,14 @@ PATIENCE = 2000
 
 
 def serve_parked(
-    engine: Any, count: int, seed: int = 0, flips: bool = True, together: int = 1, **more: Any
+    engine: Any, count: int, seed: int = 0, flips: bool = True, together: int = 1, host: bool = False, **more: Any
 ) -> dict[str, Any]:
     """Through SGLang's own event loop: ``count`` requests, ``together`` at a time, for a few prompts whose KV is
     parked; before each a random bit of a random layer and half flips in a random slot that it will hit, in SGLang's own
-    tensors. Counts the answers: ``right`` as the ones before any flip, ``wrong``, or an ``error``, which must be told
-    to the client with status 503 and no content; ``kept``: what an erring request had given out, if not the beginning
-    of the right answer. ``more``: fields of SGLang's message."""
+    tensors. With ``host``, a bit flips in every slot of HiCache's host memory in the place of that, if the request will
+    be loaded something from there. Counts the answers: ``right`` as the ones before any flip, ``wrong``, or an
+    ``error``, which must be told to the client with status 503 and no content; ``kept``: what an erring request had
+    given out, if not the beginning of the right answer. ``more``: fields of SGLang's message."""
     draw = random.Random(f"parked {seed}")
     prompts = [[draw.randrange(3, 250) for _ in range(LENGTH)] for _ in range(6)]
     _answers(engine, [[prompt] for prompt in prompts])
@@ -56,7 +61,7 @@ def serve_parked(
         requests = [engine.submit(prompts[number], NEW_TOKENS, **more) for number in numbers]
         for request in requests:
             # Where nothing of it is parked any more, the request parks it again.
-            served["flipped"] += flips and _flip_parked(engine, request, draw)
+            served["flipped"] += flips and (_flip_in_host if host else _flip_parked)(engine, request, draw)
         _run(engine, requests)
         for request, number in zip(requests, numbers, strict=True):
             answer = list(request.output_ids)
@@ -130,9 +135,26 @@ def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:
         return False
     pool = getattr(engine.runner.token_to_kv_pool, "full_kv_pool", engine.runner.token_to_kv_pool)
     slot = draw.choice((pool.k_buffer, pool.v_buffer))[draw.randrange(pool.layer_num)][draw.choice(slots)]
+    _flip(slot, draw)
+    return True
+
+
+def _flip_in_host(engine: Any, request: Any, draw: random.Random) -> bool:
+    """Flips a bit in each slot of the host pool; False where a waiting request will be loaded nothing from there."""
+    cache = engine.scheduler.tree_cache
+    request.init_next_round_input(cache)
+    if not request.host_hit_length:
+        return False
+    pool = cache.cache_controller.mem_pool_host
+    pool = pool.anchor_entry.host_pool if hasattr(pool, "anchor_entry") else pool
+    for slot in pool.slot_used.nonzero()[:, 0].tolist():
+        _flip(draw.choice((pool.k_buffer, pool.v_buffer))[draw.randrange(pool.layer_num)][slot], draw)
+    return True
+
+
+def _flip(slot: torch.Tensor, draw: random.Random) -> None:
     words = slot.view(torch.int32)
     words[tuple(draw.randrange(size) for size in words.shape)] ^= 1 << draw.choice(BITS)
-    return True
 
 
 def main() -> None:
@@ -141,13 +163,13 @@ def main() -> None:
     from engines.setups import Setup
 
     words = sys.argv[2:]
-    modes = [word for word in words if word not in ("overlap", "gpu", "clean")] or ["report", "protect"]
-    kind = " ".join(word for word in ("gpu", "overlap") if word in words) or "plain"
+    modes = [word for word in words if word not in ("overlap", "gpu", "host", "clean")] or ["report", "protect"]
+    kind = " ".join(word for word in ("gpu", "overlap", "host") if word in words) or "plain"
     setup = Setup(OPTIONS[kind], patience_s=600)
     for mode in modes:
         with tempfile.TemporaryDirectory() as folder:
             engine = EngineProcess(setup, Path(folder), CANARY_ON_VIOLATION=mode, **QUIET)
-            served = engine.serve_parked(count=int(sys.argv[1]), flips="clean" not in words)
+            served = engine.serve_parked(count=int(sys.argv[1]), flips="clean" not in words, host="host" in words)
             sys.stdout.write(json.dumps({"mode": mode, **served}) + "\n")
             sys.stdout.flush()
             engine.close()

@@ -52,17 +52,13 @@ def canary_recorded(canary: Any, batch: Any) -> None:
 
 
 def unguard() -> None:
-    """As if rank 1 were on another machine, where the environment is another one."""
-    if rank_here() == BROKEN_RANK:
-        os.environ.update(json.loads(os.environ["RANKS_UNGUARDED"]))
-
-
-def rank_here() -> int | None:
-    """SGLang's processes know their rank by an argument of the function that they begin with; None in others."""
+    """As if rank 1 were on another machine, where the environment is another one. SGLang's processes know their rank
+    by an argument of the function that they begin with."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and "tp_rank" not in frame.f_locals:
         frame = frame.f_back
-    return None if frame is None else int(frame.f_locals["tp_rank"])
+    if frame is not None and frame.f_locals["tp_rank"] == BROKEN_RANK:
+        os.environ.update(json.loads(os.environ["RANKS_UNGUARDED"]))
 
 
 def number(canary: Any) -> int:

@@ -34,13 +34,13 @@ def make(monkeypatch, findings):
     monkeypatch.setattr(disaggregation, "_SIDES", [])
     canaries = []
 
-    def make_canary() -> Canary:
+    def make_canary(**settings: object) -> Canary:
         pool = [torch.randint(0, 256, (SLOTS, ROW), dtype=torch.uint8) for _ in range(4)]
         sources = tuple(
             KVSource(tensor, half, layer, chunk_bytes=ROW, slot_stride_bytes=ROW)
             for (half, layer), tensor in zip((("k", 0), ("k", 1), ("v", 0), ("v", 1)), pool, strict=True)
         )
-        config = CanaryConfig.load(scrub_budget="0", mode="log", silence_s=0)
+        config = CanaryConfig.load(scrub_budget="0", mode="log", silence_s=0, **settings)
         canaries.append(Canary([Region("full", SLOTS, sources, null_slot=0)], config))
         return canaries[-1]
 
@@ -206,6 +206,26 @@ def test_a_prefill_side_that_is_off_says_nothing(make):
     assert states.tolist() == [State.UNKNOWN] * 6
 
 
+def test_records_of_a_peer_with_another_secret_are_told_once(make, findings, tmp_path):
+    """The decode side does not judge what it gets, and nothing counts as cut short; one event says what to do."""
+    secrets = [tmp_path / name for name in ("prefill", "decode")]
+    for file in secrets:
+        file.write_text(f"the secret of {file.name}, long enough")
+    sender, receiver = (make(key_file=str(file)) for file in secrets)
+    slots, there = torch.arange(8, 14), torch.arange(20, 26)
+    write(sender, slots)
+    inbox = ride(sender, receiver, slots, there)
+    for _ in range(2):
+        receiver.slots.import_records("full", there, inbox.payload(there))
+        receiver.slots.check("full", there)
+        receiver.drain()
+    states = receiver.states["full"].records[there, POSITION] % STATES
+    assert states.tolist() == [State.UNKNOWN] * 6
+    assert findings.violations == []
+    (event,) = [event for event in findings.events if event.name == "other_keys"]
+    assert "CANARY_KEY_FILE" in event.fields["reason"]
+
+
 @pytest.mark.parametrize("carried", [True, False])
 def test_slots_that_are_written_to_are_not_judged(make, findings, carried):
     """From the moment a prefill engine knows of slots their bytes may change without a finding."""
@@ -230,7 +250,7 @@ def test_slots_that_are_written_to_are_not_judged(make, findings, carried):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "options",
-    [["--model", "llama"], ["--model", "swa"], ["--guard", "prefill"], ["--guard", "decode"], ["--stress"]],
+    [["--model", "llama"], ["--model", "swa", "--secret"], ["--guard", "prefill"], ["--guard", "decode"], ["--stress"]],
     ids=["llama", "swa", "prefill-only", "decode-only", "stress"],
 )
 def test_two_engines(options):
@@ -238,7 +258,7 @@ def test_two_engines(options):
     side after its forward is reported by the decode side, with layer and half, and not by the prefill side; so are a
     transfer that is cut short and one whose pages are swapped. A page that is freed twice, or while it is in use, is
     reported by the side that does it. With Canary on one side only nothing happens, and neither where transfers fail,
-    and SGLang retracts and resumes requests all the time."""
+    and SGLang retracts and resumes requests all the time. Keys are public, or made from a secret that both have."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS / "cpu"), os.environ.get("PYTHONPATH", "")])}
     script = [sys.executable, str(TESTS / "gpu" / "pd.py"), "--device", "cpu", *options]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=1400)

@@ -66,3 +66,22 @@ def test_without_records_nothing_is_judged_wrongly(start):
     assert found["violations"] == []
     assert found["stats"]["unknown_slots"] > 0
     assert engine.arrivals()["parked_slots"] == 0
+
+
+def test_with_quarantine_what_changed_in_host_memory_is_given_up(start):
+    """A bit flips in host memory; once it was loaded and found, neither the device nor host memory has it any more: the
+    same prompts are computed again, and nothing else is found."""
+    engine = start("hicache", CANARY_ON_VIOLATION="quarantine", CANARY_READ_CHECK="0")
+    for seed in (3, 4):
+        engine.serve(prompts=prompts(seed), new_tokens=2)
+    engine.flip_in_host_memory(source="k.0", seed=3)
+    for seed in (3, 4) * 3:
+        engine.serve(prompts=prompts(seed), new_tokens=2)
+    names = [event["name"] for event in engine.events()]
+    assert "quarantined" in names
+    assert "quarantine_failed" not in names
+    found = engine.findings()["violations"]
+    assert {v["kind"] for v in found} == {"bytes"}
+    for seed in (3, 4) * 2:
+        engine.serve(prompts=prompts(seed), new_tokens=2)
+    assert engine.findings()["violations"] == []

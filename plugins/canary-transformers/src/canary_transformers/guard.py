@@ -10,7 +10,18 @@ from weakref import ref
 
 import pluggy
 
-from canary_core import CanaryConfig, Event, Violation, Witness, attach, emit, hookimpl, private_hooks
+from canary_core import (
+    CanaryConfig,
+    CanaryError,
+    Event,
+    Verification,
+    Violation,
+    Witness,
+    attach,
+    emit,
+    hookimpl,
+    private_hooks,
+)
 from canary_transformers import version
 from canary_transformers.continuous.hooks import HOOKS
 from canary_transformers.continuous.session import Session
@@ -70,6 +81,19 @@ class Guard:
             for cache in list(self._caches):
                 cache.drain()
         return list(self._violations)
+
+    def verify(self, request: str | None = None, timeout_s: float = 60.0) -> list[Verification]:
+        """Has one running request of continuous batching, or (None) all of them, computed again, and compares the KV in
+        the cache with the result: see docs/verify.md. For threads other than the engine's own. Raises `CanaryError` if
+        no manager of continuous batching is guarded, or none came between two forwards in time."""
+        sessions = list(self._sessions)
+        if not sessions:
+            raise CanaryError("no continuous batching is guarded just now, and caches of generate() can't be verified")
+        if request is not None:
+            # A request is in one of them; the others would say that it does not run there.
+            answers = [answer for session in sessions for answer in session.verifier.verify(request, timeout_s)]
+            return [answer for answer in answers if answer.verdict != "unjudged"] or answers[:1]
+        return [answer for session in sessions for answer in session.verifier.verify(None, timeout_s)]
 
     def stats(self) -> dict[str, int]:
         """`Canary.stats` of all caches so far, added up, as of their last host reads."""

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import BlockVerdict, RollCall
+from canary_adapters import BlockVerdict, RollCall, SchedulerRequests
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
+from canary_vllm.actions import recompute
 from canary_vllm.actions.protection import Protection
 from canary_vllm.allocator.recorder import BlockRecorder
 from canary_vllm.compat import runners, targets
@@ -25,6 +26,7 @@ class Hooks:
         self._sessions: dict[int, Session] = {}
         self._without = False
         self._recorders: dict[int, BlockRecorder] = {}
+        self._internal: dict[int, SchedulerRequests] = {}
         self._roll_calls: dict[int, RollCall] = {}
         self._running: Session | None = None
         self._protection: Protection | None = None
@@ -96,6 +98,8 @@ class Hooks:
             self._protection.close()
             self._protection = None
         self._roll_calls.clear()
+        while self._internal:
+            self._internal.popitem()[1].close()
         while self._recorders:
             self._recorders.popitem()[1].close()
         while self._sessions:
@@ -146,7 +150,7 @@ class Hooks:
         session = self._sessions.get(id(getattr(worker, "model_runner", None)))
         refused = "its runner is not guarded: see the coverage or disabled event of that process"
         told = workers.answered(self._config, session, refused if self._without else "")
-        heard = self._protection is not None and self._protection.open(verdicts) if verdicts else None
+        heard = self._protection is not None and self._protection.way.open(verdicts) if verdicts else None
         return told if heard is None else {**told, "verdicts": heard}
 
     def _started(self, _: Any, core: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +159,7 @@ class Hooks:
             return
         with self._sheltered("workers are not asked whether they are guarded"):
             self._roll_calls.pop(id(core.vllm_config), None)
-            pipe = None if self._protection is None else self._protection.pipe(core.vllm_config)
+            pipe = None if self._protection is None else self._protection.way.pipe(core.vllm_config)
             roll_call, deaf = workers.call(core, self._config, "" if pipe is None else pipe.path)
             self._roll_calls[id(core.vllm_config)] = roll_call
             if pipe is not None:
@@ -186,7 +190,7 @@ class Hooks:
         if session is not None:
             with session.canary.guard("mark"):
                 session.leaves()
-                workers.mark(output, session.word)
+                workers.mark(output, session.word, session.recomputed.wanted)
 
     @contextmanager
     def _sheltered(self, what: str) -> Iterator[None]:
@@ -207,7 +211,7 @@ class Hooks:
         try:
             made = session.execute(original, output)
             with session.canary.guard("mark"):
-                workers.mark(made, session.word)
+                workers.mark(made, session.word, session.recomputed.wanted)
             return made
         finally:
             self._running = None
@@ -235,6 +239,10 @@ class Hooks:
             return
         try:
             self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
+            self._internal[id(scheduler)] = recompute.follow(scheduler, self._config.recompute.share)
+            if self._config.recompute.verdicts:
+                reason = f"vLLM's scheduler needs a share such as 1%, CANARY_RECOMPUTE is {self._config.recompute}"
+                emit(Event("recompute_off", "warning", {"reason": reason}))
             if self._protection is not None:
                 self._protection.joined(scheduler)
         except Exception as error:
@@ -260,6 +268,9 @@ class Hooks:
 
     def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._roll_calls.pop(id(scheduler.vllm_config), None)
+        internal = self._internal.pop(id(scheduler), None)
+        if internal is not None:
+            internal.close()
         recorder = self._recorders.pop(id(scheduler), None)
         if recorder is not None:
             recorder.close()

@@ -18,8 +18,12 @@ from canary_adapters import (
     EmbeddingFilter,
     EmbeddingShards,
     Mark,
+    RecomputePairs,
     WatchedScales,
+    follow_stores,
+    model_rounding,
     moved_states,
+    pairs_of,
     upload,
 )
 from canary_core import (
@@ -45,7 +49,6 @@ from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors, embeddings, metadata, runners
 from canary_vllm.pools.pool import VLLMPool
-from canary_vllm.pools.stores import follow_stores
 from canary_vllm.weights import Weights
 
 MOST_WARM_ROWS = 256
@@ -84,7 +87,7 @@ class Session:
         self.groups = pool.groups
         """The guarded groups."""
         encoder = [group for group in self.groups if group.holds == "encoder"]
-        self._encoder = EncoderReads(self.canary, runner, encoder, self.requests) if encoder else None
+        self._encoder = EncoderReads(self.canary, runner, encoder, self.requests)
         decoder = [group for group in self.groups if group.holds != "encoder"]
         self._v1 = V1Batches(runner, decoder, self.requests)
         self._v2 = V2Batches(decoder, self.requests)
@@ -107,7 +110,12 @@ class Session:
             self._patches.wrap(runners.drafter(runner), "propose", lambda f: lambda *a, **k: run(partial(f, *a, **k)))
         if origin is None and not runner.vllm_config.parallel_config.use_ubatching:
             # A connector may load into a layer that was stored; halves of a batch store one after the other.
-            follow_stores(self._patches, self.canary, runner, self._tokens)
+            owners = {name: getattr(layer, "impl", None) for name, layer in runners.layers(runner).items()}
+            given = {group.region: group.layers for group in self._tokens}
+            follow_stores(self._patches, self.canary, "do_kv_cache_update", owners, given)
+        model = runner.vllm_config.model_config
+        rounding = partial(model_rounding, model.dtype, model.hf_text_config)
+        self.recomputed = RecomputePairs(self.canary, self._tokens, rounding)
         self.weights = Weights(self.canary, runner, self._patches, self._reloaded)
         quantized = runners.quantized(runner)
         self._scales = WatchedScales(self.canary, quantized, runners.SCALES) if quantized else None
@@ -189,8 +197,7 @@ class Session:
             if begun:
                 step.after()
                 step.end()
-                if self._encoder is not None:
-                    self._encoder.end()
+                self._encoder.end()
             elif self._unseen < UNSEEN and output.total_num_scheduled_tokens:
                 self._unseen += 1
                 if self._unseen == UNSEEN:
@@ -198,6 +205,9 @@ class Session:
                     self.canary.tell(Event("silence", "error", {"reason": reason}))
             if self._loads is not None:
                 self._loads.computed(output)
+            with self.canary.guard("recompute"):
+                self.recomputed.compare(pairs_of(output))
+                self.recomputed.read()
         return result
 
     def _scheduled(self) -> None:
@@ -210,8 +220,7 @@ class Session:
                 self._scales.look()
         with self.canary.guard("scheduled"):
             self.requests.notice(output)
-            if self._encoder is not None:
-                self._encoder.notice(output)
+            self._encoder.notice(output)
             message = messages.attached(output)
             given = partial(messages.given, output)
             self.lifetime.replay(message, given)
@@ -236,11 +245,9 @@ class Session:
         self._unseen = UNSEEN
         self._scheduled()
         view = partial(self._view, self._v1, self._output, self.runner.input_batch)
-        if self._encoder is not None:
-            self._encoder.begin()
+        self._encoder.begin()
         result = self.canary.step.run(original, view, overlap=Overlap.CHECK)
-        if self._encoder is not None:
-            self._encoder.end()
+        self._encoder.end()
         return result
 
     def sampled(self, output: Any, about: Any) -> None:
@@ -259,7 +266,7 @@ class Session:
     def begin(self, attention: Any = None) -> None:
         """V2: the forward of the prepared batch is issued next. ``attention``: the metadata of the layers."""
         self._attention, self._unseen = attention, UNSEEN
-        if self._encoder is not None and self._prepared is not None:
+        if self._prepared is not None:
             self._encoder.begin(self._prepared)
         self._issued_first = self._prepared is not None and self.canary.step.issues_first(self._overlap)
         if not self._issued_first:
@@ -307,6 +314,7 @@ class Session:
     def close(self) -> None:
         """Ends the session. The last findings are reported, and no `ViolationError` is raised."""
         self._patches.undo()
+        self.recomputed.close()
         if self._loads is not None:
             self._loads.close()
         with contextlib.suppress(ViolationError), torch.inference_mode():

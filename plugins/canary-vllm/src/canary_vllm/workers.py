@@ -1,10 +1,10 @@
 """Whether all workers of an engine are guarded: answers, and the way to the scheduler's process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import canary_core
-from canary_adapters import Mark, RollCall, answer
+from canary_adapters import WANTED, Mark, RollCall, answer
 from canary_core import CanaryConfig
 from canary_vllm.compat import runners
 from canary_vllm.session import Session
@@ -57,16 +57,20 @@ def call(core: Any, config: CanaryConfig, verdicts: str = "") -> tuple[RollCall,
     return roll_call, [rank for rank, given in enumerate(answers) if (given or {}).get("verdicts") is False]
 
 
-def mark(output: Any, word: Mark) -> None:
-    """Attaches ``word`` to ``output`` of a runner, which may be made later. An output without requests is shared."""
+def mark(output: Any, word: Mark, wanted: Callable[[], Sequence[str]] = list) -> None:
+    """Attaches ``word``, and requests ``wanted`` of the scheduler, to ``output`` of a runner, which may be made later.
+    An output without requests is shared."""
     if hasattr(output, "get_output"):
         made = output.get_output
 
         def get_output() -> Any:
             result = made()
-            mark(result, word)
+            mark(result, word, wanted)
             return result
 
         output.get_output = get_output
     elif getattr(output, "req_ids", None):
         setattr(output, ATTRIBUTE, word)
+        asked = wanted()
+        if asked:
+            setattr(output, WANTED, asked)

@@ -12,10 +12,13 @@ import base64
 import json
 import os
 import random
+import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 CONNECTOR = "NixlConnector"
@@ -127,6 +130,11 @@ def prefill(port: int) -> None:
 def decode() -> None:
     """Clean hand-overs; then bits that are flipped before they are read, and a transfer that leaves blocks out."""
     ports = [free_port(), free_port()]
+    secret = Path(tempfile.mkdtemp(), "secret")
+    secret.touch(0o600)
+    secret.write_text(secrets.token_hex())
+    # Without it each of the two has keys of its own, and can't read the other's entries.
+    os.environ["CANARY_KEY_FILE"] = str(secret)
     other = subprocess.Popen(
         [sys.executable, "-m", "vllm_on_cpu.nixl_script", "prefill", str(ports[0])],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -31,7 +31,7 @@ def explain(
         typer.echo(f"canary: {error}", err=True)
         raise typer.Exit(2) from error
     if repeat:
-        _check(wrong, told)
+        _check(found, wrong, told)
         return
     typer.echo(told)
     if html is not None and text:
@@ -55,7 +55,9 @@ def _told(bundle: Bundle, repeat: bool, report: bool, html: Path | None) -> tupl
         raise unlike(bundle.path, error) from error
 
 
-def _check(wrong: list[str], diagnosis: str) -> None:
+def _check(bundle: Bundle, wrong: list[str], diagnosis: str) -> None:
+    if bundle.evidence is not None and bundle.evidence.words and bundle.evidence.keys is None:
+        typer.echo("The bytes were not fingerprinted again: CANARY_KEY_FILE names no secret, or another one.")
     if not wrong:
         typer.echo(f"The bundle alone brings the same: {diagnosis}.")
         return

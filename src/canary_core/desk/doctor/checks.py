@@ -61,13 +61,19 @@ def machine(device: torch.device) -> Iterator[Check]:
 
 
 def settings(config: CanaryConfig) -> Iterator[Check]:
-    """The environment's settings, variables without a setting, and whether bundles and metrics have a place."""
+    """The environment's settings, variables without a setting, whether bundles and metrics have a place, and whether
+    the secret of the fingerprints can be used."""
     yield Check("settings", "profile", "ok", f"{config.profile}, mode {config.mode}")
     for name, near in unknown_variables().items():
         hint = f"no setting; did you mean {near}?" if near else "no setting of Canary"
         yield Check("settings", name, "bad" if near else "note", hint)
     shared = variable_of_others("PROMETHEUS_MULTIPROC_DIR")
-    for what, found in (("incidents", places.incident_dir(config)), ("metrics", places.metrics(config, shared))):
+    looked_at = {
+        "incidents": places.incident_dir(config),
+        "metrics": places.metrics(config, shared),
+        "keys": places.key_file(config),
+    }
+    for what, found in looked_at.items():
         if found is not None:
             yield Check("settings", what, *found)
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from canary_core.config import CanaryConfig
+from canary_core.config.key_file import open_to_others, read_key
 from canary_core.config.shown import variable_of_others
 from canary_core.desk.incidents.bundle import PREFIX
+from canary_core.errors import CanaryError
 
 CheckVerdict = Literal["ok", "note", "bad"]
 
@@ -36,6 +38,18 @@ def incident_dir(config: CanaryConfig) -> tuple[CheckVerdict, str] | None:
         return "bad", f"{folder} has {free >> 20} MiB left; a bundle may take some"
     bundles = sum(path.name.startswith(PREFIX) for path in folder.iterdir()) if folder.is_dir() else 0
     return "ok", f"{folder} can be written, {bundles} bundles"
+
+
+def key_file(config: CanaryConfig) -> tuple[CheckVerdict, str] | None:
+    """Whether the secret of ``CANARY_KEY_FILE`` can be used; None without one."""
+    if not config.key_file:
+        return None
+    try:
+        read_key("CANARY_KEY_FILE", config.key_file)
+    except CanaryError as error:
+        return "bad", str(error)
+    reason = open_to_others(config.key_file)
+    return ("note", reason) if reason else ("ok", f"{config.key_file}: fingerprints are exchanged under its secret")
 
 
 def metrics(config: CanaryConfig, shared: str | None) -> tuple[CheckVerdict, str] | None:

@@ -14,7 +14,7 @@ from canary_core.desk.explain.ranks import of_ranks
 from canary_core.desk.explain.timeline import Moment, timeline
 from canary_core.desk.incidents.bundle import Bundle, state_of
 from canary_core.desk.incidents.diagnosis import diagnose
-from canary_core.desk.incidents.evidence import Evidence, fingerprints
+from canary_core.desk.incidents.evidence import Evidence
 from canary_core.desk.incidents.patterns import patterns
 from canary_core.incident import Incident
 from canary_core.kinds.case import Pattern
@@ -189,9 +189,9 @@ def check(bundle: Bundle) -> list[str]:
     """Repeats the check on the bundle alone: sentences about differing results; none if all agree. Bytes in the bundle
     are fingerprinted and looked at again."""
     wrong, evidence, seen = [], bundle.evidence, bundle.patterns
-    if evidence is not None and evidence.words:
+    if evidence is not None and evidence.words and evidence.keys is not None:
         for column, source in enumerate(evidence.sources):
-            again = fingerprints(evidence.words[source.name], column)
+            again = evidence.keys.fingerprints(evidence.words[source.name], column)
             told = evidence.found[evidence.read, column]
             known = evidence.stored[evidence.read, column] != 0
             for place in ((again != told) & known).nonzero()[:, 0].tolist()[:4]:

@@ -104,7 +104,7 @@ def _of(bundle: Bundle) -> Sighting:
         f"{host} replica {about.get('replica', 0)}{model}",
         str(about.get("rank", 0)),
         release,
-        content_digest(incident),
+        str(bundle.incident.get("content", content_digest(incident, bundle.evidence))),
         str(bundle.manifest.get("written", "")),
         requests=tuple(incident.requests),
         self_test=bool(self_test(bundle)),

@@ -14,6 +14,8 @@
 | `after.json`    | added a second later: Canary's events since, and the incident's final counts                      |
 
 Without ``CANARY_INCIDENT_TOKENS`` there is neither a token id nor a prefix hash, by which a token could be worked out.
+Seeds of the process's own fingerprints are in the evidence, so that its check can be repeated; of a secret
+(``CANARY_KEY_FILE``) only its id.
 """
 
 import errno
@@ -39,6 +41,7 @@ from canary_core.kinds import registry
 from canary_core.kinds.case import Copy, Pattern
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.ops import hashing
+from canary_core.ops.fingerprint_keys import PUBLIC, FingerprintKeys
 from canary_core.records import POSITION, Kind, Phase, State
 from canary_core.violation import Violation
 
@@ -247,6 +250,7 @@ def _evidence_of(raw: Mapping[str, Any], history: Sequence[Mapping[str, Any]], p
         names,
         raw["table"],
         raw.get("reader_last"),
+        FingerprintKeys.of_told(raw["keys"]) if "keys" in raw else PUBLIC,
     )
 
 

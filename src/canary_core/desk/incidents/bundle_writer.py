@@ -22,6 +22,7 @@ from canary_core.desk.incidents.bundle import FORMAT, PARTIAL, PREFIX, VERSION
 from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.evidence import Evidence
 from canary_core.desk.incidents.rotation import Limits, rotate
+from canary_core.desk.incidents.signature import content_digest
 from canary_core.desk.incidents.slot_history import call_fields, life_rows
 from canary_core.events import Event
 from canary_core.incident import Incident
@@ -159,7 +160,7 @@ def _manifest(files: Mapping[str, bytes], incident: Incident) -> bytes:
 def _files(dossier: Dossier) -> dict[str, bytes]:
     circumstances, evidence = dossier.circumstances, dossier.evidence
     files = {
-        "incident.json": _json(_incident(dossier.incident)),
+        "incident.json": _json(_incident(dossier)),
         "about.json": _json({**circumstances.about, "versions": versions()}),
         "events.jsonl": b"".join(_json(_event(*told)) + b"\n" for told in circumstances.events),
     }
@@ -184,7 +185,8 @@ def versions() -> dict[str, str]:
     return out
 
 
-def _incident(incident: Incident) -> dict[str, object]:
+def _incident(dossier: Dossier) -> dict[str, object]:
+    incident = dossier.incident
     return {
         "number": incident.number,
         "root": incident.root.fields(),
@@ -196,6 +198,7 @@ def _incident(incident: Incident) -> dict[str, object]:
         "diagnoses": [d.fields() for d in incident.diagnoses],
         "signature": incident.signature,
         "suppressed": incident.suppressed,
+        "content": content_digest(incident, dossier.evidence),
         **({"traces": incident.trace_ids} if incident.traces else {}),
     }
 
@@ -237,6 +240,7 @@ def _evidence(evidence: Evidence, seen: Sequence[Pattern], circumstances: Circum
         "reader_last": evidence.reader_last,
         "table": evidence.table,
         "lives": [life_rows(evidence.lives.get(slot, ())) for slot in evidence.slots[:rows].tolist()],
+        **({} if evidence.keys is None else {"keys": evidence.keys.told()}),
         "names": {str(writer): name for writer, name in evidence.names.items()},
     }
 

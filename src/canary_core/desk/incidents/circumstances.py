@@ -10,7 +10,7 @@ from canary_core.config.shown import settings
 from canary_core.events import Event
 from canary_core.guard.canary import Canary
 
-PRIVATE = ("CANARY_INCIDENT_DIR", "CANARY_SUPPRESSIONS", "CANARY_NOTIFY", "CANARY_NOTIFY_KEY_FILE")
+PRIVATE = ("CANARY_INCIDENT_DIR", "CANARY_SUPPRESSIONS", "CANARY_NOTIFY", "CANARY_NOTIFY_KEY_FILE", "CANARY_KEY_FILE")
 """Settings that stay out of bundles and dumps."""
 
 

@@ -6,7 +6,6 @@ rest is host work for another thread. Nothing here runs without a finding.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor
 from canary_core.batch import BatchView
 from canary_core.incident import Incident
 from canary_core.kinds.case import Copy
-from canary_core.ops import hashing, histories
+from canary_core.ops import histories
+from canary_core.ops.fingerprint_keys import PUBLIC, FingerprintKeys
 from canary_core.ops.histories import Happening
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch import plan
@@ -81,7 +81,7 @@ class Evidence:
     history: the calls about the region, oldest first. lives: by slot the last events noted by the device, oldest first;
     empty where the region has no histories. names: requests by writer id.
     table: the row of the root's request around the root's position, as ``first_position`` and ``slots``, None if the
-    request was not in the last forward.
+    request was not in the last forward. keys: those of the fingerprints, None in a bundle of a secret that is not here.
     """
 
     region: str
@@ -104,6 +104,7 @@ class Evidence:
     names: dict[int, str] = field(default_factory=dict)
     table: dict[str, Any] | None = None
     reader_last: int | None = None
+    keys: FingerprintKeys | None = PUBLIC
 
     @property
     def differs(self) -> Tensor:
@@ -179,6 +180,7 @@ class Taken:
             found[rows].clone(),
             read,
             {s.name: w[kept].clone() for s, w in zip(self.sources, words, strict=True)},
+            keys=self.state.sources.fingerprint_keys,
         )
         for (slot, column, other_column), (hit, other) in zip(self.lookups, matches.tolist(), strict=True):
             evidence.looked_up += column == other_column
@@ -374,20 +376,3 @@ def _facts(state: RegionState) -> tuple[SourceFacts, ...]:
         )
         for s in state.sources
     )
-
-
-def fingerprints(words: Tensor, column: int) -> Tensor:
-    """The fingerprint of each row of ``words`` (int32 ``[n, words]``) in the source with index ``column``: int64
-    ``[n]``."""
-    return ((words.long() & 0xFFFFFFFF) * keys(words.shape[1])).sum(1) + _salts(column // 64)[column % 64]
-
-
-@lru_cache(maxsize=8)
-def keys(words: int) -> Tensor:
-    """`hashing.keys` of a slot of so many words, worked out once."""
-    return hashing.keys(words)
-
-
-@lru_cache(maxsize=64)
-def _salts(block: int) -> Tensor:
-    return hashing.salts(block * 64 + 64)[block * 64 :]

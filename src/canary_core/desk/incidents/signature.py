@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from canary_core.desk.incidents.evidence import Evidence
 from canary_core.incident import Incident
 from canary_core.kinds.case import Pattern
+from canary_core.ops.fingerprint_keys import PUBLIC, FingerprintKeys
 from canary_core.records import Kind
+from canary_core.violation import Violation
 
 MOST_LAYERS = 4
 """Layers listed by number; more are ``many``."""
@@ -56,13 +58,30 @@ def signature(incident: Incident, evidence: Evidence | None, seen: Sequence[Patt
     )
 
 
-def content_digest(incident: Incident) -> str:
-    """12 hexadecimal digits for the root's damaged KV: equal where the same wrong bytes lie in the same source. Made of
-    a fingerprint of KV, never of tokens; empty for kinds that are not about damaged bytes."""
+def content_digest(incident: Incident, evidence: Evidence | None) -> str:
+    """12 hexadecimal digits for the root's damaged KV: equal where the same wrong bytes lie in the same source, in
+    every process. Made of the public fingerprint of KV, never of tokens; empty for kinds that are not about damaged
+    bytes, and for bytes out of reach of a process with seeded keys."""
     root = incident.root
     if root.kind not in (Kind.BYTES, Kind.ARRIVAL) or root.found_value is None:
         return ""
-    return hashlib.sha256(f"{root.source}:{root.found_value}".encode()).hexdigest()[:12]
+    value: int | None = root.found_value
+    if evidence is not None and evidence.keys is not None and evidence.keys.kind != "public":
+        value = _public_value(root, evidence, evidence.keys)
+    return "" if value is None else hashlib.sha256(f"{root.source}:{value}".encode()).hexdigest()[:12]
+
+
+def _public_value(root: Violation, evidence: Evidence, keys: FingerprintKeys) -> int | None:
+    """The public fingerprint of the root's bytes, if still the found ones. Of an arrival, whose value is of a block,
+    the value under a secret, the same in all processes with the secret."""
+    if root.kind is Kind.ARRIVAL:
+        return root.found_value if keys.kind == "shared" else None
+    row, column = evidence.row(-1 if root.slot is None else root.slot), evidence.column(root.source)
+    if row is None or column is None or row not in evidence.read or root.source not in evidence.words:
+        return None
+    words = evidence.words[root.source][[evidence.read.index(row)]]
+    same = int(keys.fingerprints(words, column)[0]) == root.found_value
+    return int(PUBLIC.fingerprints(words, column)[0]) if same else None
 
 
 def _layers(incident: Incident, evidence: Evidence | None) -> str:

@@ -220,6 +220,14 @@ FAMILIES = (
         "counter",
         ("outcome",),
     ),
+    Family(
+        "recomputes",
+        "Requests that were to be computed again, by outcome: same, differs, and why there is no verdict.",
+        _by_name("recomputes"),
+        "counter",
+        ("outcome",),
+    ),
+    Family("recomputed_tokens", "Tokens that were computed again.", _one("recomputed_tokens"), "counter"),
     Family("alarm_dead", "1 where a probe did not come out of the alarm.", _one("alarm_dead"), together="max"),
     Family(
         "last_alarm_test_timestamp_seconds",

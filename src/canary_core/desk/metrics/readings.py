@@ -14,6 +14,7 @@ from canary_core.config import CanaryConfig
 from canary_core.layers import turn_of
 from canary_core.place import Place
 from canary_core.records import Counter, Kind
+from canary_core.watchers.recompute.verification import OUTCOMES
 
 if TYPE_CHECKING:
     from canary_core.guard.canary import Canary
@@ -65,6 +66,8 @@ class MetricReading:
     alarm_dead: int | None = None
     last_alarm_test: float | None = None
     repairs: dict[str, int] = field(default_factory=dict)
+    recomputes: dict[str, int] = field(default_factory=dict)
+    recomputed_tokens: int = 0
     weights_bytes: int | None = None
     weights_period_s: float | None = None
 
@@ -129,6 +132,8 @@ class MetricReading:
             alarm_dead=stats.get("alarm_dead"),
             last_alarm_test=canary.last_alarm_test,
             repairs=_repairs(stats) if canary.config.repair else {},
+            recomputes={name: stats.get(f"recompute_{name}", 0) for name in OUTCOMES} if canary.verifier else {},
+            recomputed_tokens=stats.get("recomputed_tokens", 0),
             weights_bytes=int(scrub["weights_bytes"]) if "weights_bytes" in scrub else None,
             weights_period_s=scrub.get("weights_period_s"),
         )
@@ -149,6 +154,8 @@ class Totals:
     guarded_tokens: int = 0
     alarm_tests: int = 0
     repairs: "Tally[str]" = field(default_factory=Tally)
+    recomputes: "Tally[str]" = field(default_factory=Tally)
+    recomputed_tokens: int = 0
 
     def add(self, reading: MetricReading) -> None:
         """One more."""
@@ -161,6 +168,8 @@ class Totals:
         self.alarm_tests += reading.alarm_tests
         self.skipped.update(reading.skipped)
         self.repairs.update(reading.repairs)
+        self.recomputes.update(reading.recomputes)
+        self.recomputed_tokens += reading.recomputed_tokens
         self.violations.update(reading.violations)
         self.incidents.update(reading.incidents)
 

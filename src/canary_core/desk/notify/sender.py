@@ -12,10 +12,9 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.message import Message
-from pathlib import Path
 from typing import IO, Any
 
-from canary_core.errors import CanaryError
+from canary_core.config.key_file import read_key
 
 MOST_WAITING = 64
 """Messages waiting for delivery; more are counted as lost."""
@@ -29,9 +28,6 @@ TRIES, FIRST_PAUSE_S = 5, 1.0
 PATIENCE_S = 10.0
 """Longest time for one try."""
 
-LEAST_KEY_BYTES, MOST_KEY_BYTES = 16, 4096
-"""Bounds of a key's length."""
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -44,18 +40,8 @@ class Target:
 
     @classmethod
     def of(cls, notify: str, key_file: str) -> "Target":
-        """From ``CANARY_NOTIFY`` and ``CANARY_NOTIFY_KEY_FILE``. Raises `CanaryError` where the key can't be read."""
-        key = b""
-        if key_file:
-            try:
-                with Path(key_file).open("rb") as file:
-                    key = file.read(MOST_KEY_BYTES).strip()
-            except OSError as error:
-                raise CanaryError(f"CANARY_NOTIFY_KEY_FILE: {key_file} can't be read: {error}") from error
-            if len(key) < LEAST_KEY_BYTES:
-                raise CanaryError(
-                    f"CANARY_NOTIFY_KEY_FILE: {key_file} has {len(key)} bytes, {LEAST_KEY_BYTES} at least"
-                )
+        """From ``CANARY_NOTIFY`` and ``CANARY_NOTIFY_KEY_FILE``. Raises `ConfigError` where the key can't be read."""
+        key = read_key("CANARY_NOTIFY_KEY_FILE", key_file) if key_file else b""
         scheme, _, rest = notify.partition(":")
         return cls(tuple(shlex.split(rest)), key=key) if scheme == "exec" else cls(url=notify, key=key)
 

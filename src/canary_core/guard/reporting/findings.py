@@ -13,6 +13,7 @@ from canary_core.guard.reporting.budget import OWED_S, PROCESS, SHARE, Firsts
 from canary_core.guard.reporting.grouping import Incidents
 from canary_core.guard.reporting.known import Known, key_of
 from canary_core.guard.reporting.readback import HostRead, ReadBack
+from canary_core.guard.reporting.unfit import UnfitRows
 from canary_core.guard.reporting.wrong_memory import WrongMemory
 from canary_core.incident import Incident
 from canary_core.kinds.facts import ABSORBED
@@ -70,8 +71,8 @@ class Reporter:
         """Rows without room in the ring."""
         self.limited = Untold(switch.tell, Event("findings_limited", "warning", {"limit": f"{SHARE:.0%}"}), "findings")
         """Findings beyond the process's `Budget`: reported when they are found again later, if they are."""
-        self._firsts = Firsts()
-        self._since = 0.0
+        self._firsts, self._since = Firsts(), 0.0
+        self._unfit = UnfitRows(switch.tell)
         self._not_finite: OrderedDict[tuple[int, int, int], None] = OrderedDict()
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
         self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self._probe)
@@ -82,8 +83,7 @@ class Reporter:
 
             self.repairs = repairs.Repairs.of(workspace, switch, canary.audit, self._condemn, self.incidents)
         self._first: Incident | None = None
-        self._read_forwards = 0
-        self._stalled = 0
+        self._read_forwards = self._stalled = 0
         self.counters = [0] * workspace.shared.counters.shape[0]
         self.delivered: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self.found: dict[tuple[Kind, str], int] = {}
@@ -136,6 +136,7 @@ class Reporter:
         self.witness.recorded(self._recorded(snapshot.counters) - self._recorded(self.counters))
         self.counters = snapshot.counters
         self.alarm.see(snapshot.counters)
+        self._unfit.see(snapshot.counters)
         if snapshot.tallies is not None:
             self.memory.read(snapshot.tallies)
             # From then on a read costs what it did before there were tallies.
@@ -323,8 +324,7 @@ class Reporter:
             verdicts.tell(self._switch, self._config, violation and self._told(violation), self._late)
 
     def _deliver(self, violation: Violation) -> None:
-        key = key_of(violation)
-        self.known.tell(key)
+        self.known.tell(key := key_of(violation))
         self._condemn(violation, key)
         violation = self._told(violation)
         self.delivered[violation.kind] += 1

@@ -13,17 +13,18 @@ STUCK_S, STUCK_STEPS = 20.0, 3
 
 
 class Lookout:
-    """Looks at one Canary from the watch's thread, with facts known to the host: at its `Witness`, its `AlarmTest`, and
-    the pending copy of the counters. Each sort of trouble is one event, reported once until over. Has ``findings`` tell
-    what was counted only."""
+    """Looks at one Canary from the watch's thread, with facts known to the host: at its `Witness`, its `AlarmTest`, the
+    pending copy of the counters, and ``unable``, which gives an event where something that was asked for can't be done.
+    Each sort of trouble is one event, reported once until over. Has ``findings`` tell what was counted only."""
 
-    def __init__(self, switch: Switch, findings: Reporter) -> None:
+    def __init__(self, switch: Switch, findings: Reporter, unable: Callable[[], Event | None]) -> None:
         self._switch = switch
         self._read_back = findings.read_back
         self._witness = findings.witness
         self._alarm = findings.alarm
         self._untold = findings.untold
-        self._stuck = self._watch_dead = False
+        self._unable = unable
+        self._stuck = self._watch_dead = self._unable_told = False
 
     def look(self, now: float) -> None:
         """See `Watch.look`."""
@@ -33,7 +34,7 @@ class Lookout:
             return
         with ExitStack() as looks:
             # All of them, whichever fails.
-            for look in (self._read, self._alarm.look, self._witness.look):
+            for look in (self._read, self._alarm.look, self._witness.look, self._look_at_ability):
                 looks.callback(self._tell, look, now)
             self._look_at_watch()
 
@@ -49,6 +50,11 @@ class Lookout:
         event = look(now)
         if event is not None:
             self._switch.tell(event)
+
+    def _look_at_ability(self, now: float) -> Event | None:
+        event = None if self._unable_told else self._unable()
+        self._unable_told = self._unable_told or event is not None
+        return event
 
     def _look_at_watch(self) -> None:
         for event in (*map(_dead_thread, WATCH.died()), *map(_broken_look, WATCH.broken())):

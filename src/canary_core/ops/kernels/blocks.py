@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from canary_core.ops import hashing
 from canary_core.ops.blocks import BlockShape
-from canary_core.ops.kernels.common import MULTIPLY_1, MULTIPLY_2, mix, split_head
+from canary_core.ops.kernels.common import GOLDEN, MULTIPLY_1, MULTIPLY_2, mix, split_head
 from canary_core.ops.kernels.fold import keep, tile_of
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, launch_over, region_arguments
 from canary_core.ops.kernels.tiles import SCRUB_TILES
@@ -32,7 +31,6 @@ FLAG_TOKENS = tl.constexpr(int(Block.TOKENS))
 FLAG_PREFIX = tl.constexpr(int(Block.PREFIX))
 FLAG_BYTES = tl.constexpr(int(Block.BYTES))
 FLAG_OUTSIDE = tl.constexpr(int(Block.OUTSIDE))
-WEIGHT = tl.constexpr((hashing.WEIGHT_SEED + hashing.GOLDEN) % (1 << 64))
 
 
 def adopt(state: RegionState, slots: Tensor) -> None:
@@ -48,7 +46,8 @@ def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Te
     op = "gather_pages" if block.paged else "gather_blocks"
     launcher = state.launches.by_op.get(op)
     if launcher is None:
-        fixed = (region_arguments(state), arguments(state.fingerprints, state.fingerprints.shape[1]))
+        sources = arguments(state.fingerprints, state.fingerprints.shape[1], state.sources.place_seed)
+        fixed = (region_arguments(state), sources)
         constants = {"PAGED": block.paged, "SLOT_TILE": SLOT_TILE, "SOURCE_TILE": SOURCE_TILE}
         launcher = Launcher(gather_blocks_kernel, state, fixed, constants, num_warps=WARPS)
         state.launches.by_op[op] = launcher
@@ -68,7 +67,7 @@ def adopt_kernel(region, sources, p_slots, count, BYTES: tl.constexpr):
 
 @jit("page_slots", "first")
 def gather_blocks_kernel(
-    region, p_fingerprints, sources, p_slots, page_slots, p_rows, first,
+    region, p_fingerprints, sources, p_seed, p_slots, page_slots, p_rows, first,
     PAGED: tl.constexpr, SLOT_TILE: tl.constexpr, SOURCE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each block."""
@@ -106,6 +105,7 @@ def gather_blocks_kernel(
         total += tl.sum(grown, 0)
         tl.store(p_row + WORD_HASH + tl.zeros_like(slot), hash, mask=m & (o_place == page_slots - 1))
     unknown = outside * 0
+    seed = tl.load(p_seed)
     for s in range(0, sources, SOURCE_TILE):
         o_source = s + tl.arange(0, SOURCE_TILE)
         value = tl.zeros((SOURCE_TILE,), tl.uint64)
@@ -118,7 +118,7 @@ def gather_blocks_kernel(
             found = tl.load(p_value, mask=m_value, other=0)
             missing = (found == 0) & m[:, None] & (o_source < sources)[None, :]
             unknown += tl.sum(tl.sum(missing.to(tl.int32), 1), 0)
-            value += tl.sum(found.to(tl.uint64, bitcast=True) * weight(o_place)[:, None], 0)
+            value += tl.sum(found.to(tl.uint64, bitcast=True) * weight(seed, o_place)[:, None], 0)
         tl.store(p_row + VALUES + o_source, value.to(tl.int64, bitcast=True), mask=o_source < sources)
     flags = tl.where(odd_tokens > 0, 0, FLAG_TOKENS) + tl.where(odd_prefix > 0, 0, FLAG_PREFIX)
     flags += tl.where(unknown > 0, 0, FLAG_BYTES) + tl.where(outside > 0, FLAG_OUTSIDE, 0)
@@ -144,9 +144,9 @@ def is_live(region, slot):
 
 
 @triton.jit
-def weight(o_place):
+def weight(seed, o_place):
     """`hashing.weights` of places in a block; uint64."""
-    x = o_place.to(tl.uint64) + WEIGHT
+    x = o_place.to(tl.uint64) + seed.to(tl.uint64, bitcast=True) + GOLDEN
     x = (x ^ (x >> 30)) * MULTIPLY_1
     x = (x ^ (x >> 27)) * MULTIPLY_2
     return (x ^ (x >> 31)) | 1

@@ -67,4 +67,5 @@ def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Te
     out[:, BLOCK_SLOT] = slot[:, 0]
     who = (record[:, WRITER].long().view_as(slot) << 32) + position
     out[:, BLOCK_WHO] = torch.where(usable[:, 0], who[:, 0], 0)
-    out[:, BLOCK_VALUES:] = (value * hashing.weights(page_slots, slot.device)[:, None]).sum(1)
+    weight = state.sources.fingerprint_keys.places(page_slots, slot.device)
+    out[:, BLOCK_VALUES:] = (value * weight[:, None]).sum(1)

@@ -13,10 +13,10 @@ from canary_core.events import Event
 from canary_core.region import KVSource, Region, Uncovered
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch
-from canary_core.watchers.audit.memory import PoolTensors
 
 if TYPE_CHECKING:
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
+    from canary_core.watchers.audit.memory import PoolTensors
 
 LOOK_S = 10.0
 """Least time between two looks at where the engine's tensors are, where nothing asks for one."""
@@ -83,7 +83,7 @@ class RunningAudit:
         return self._left
 
     def start(
-        self, pool_tensors: PoolTensors, regions: Sequence[Region], uncovered: Sequence[Uncovered], forwards: int
+        self, pool_tensors: "PoolTensors", regions: Sequence[Region], uncovered: Sequence[Uncovered], forwards: int
     ) -> None:
         """Audits the next ``forwards`` forwards, of an engine whose tensors did not exist, or were unknown, when Canary
         attached; see `FootprintAudit`. `let_go` ends the audit."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from canary_core.events import Event
 from canary_core.ops import arrivals
 from canary_core.ops.blocks import BlockShape
+from canary_core.ops.fingerprint_keys import other_keys
 from canary_core.ops.payload import PayloadLayout
 from canary_core.ops.upload import upload
 from canary_core.records import Happened
@@ -100,6 +101,7 @@ class Ledger:
         self._expected: dict[Arrival, Tensor] = {}
         self._told_blind: set[str] = set()
         self._told_doubt = 0.0
+        self._told_keys = False
 
     def keep(self, region: str, slots: Tensor, page_slots: int) -> None:
         """Keeps the complete blocks of ``page_slots`` slots listed in ``slots`` (integer ``[n]``, on the pool's
@@ -216,10 +218,17 @@ class Ledger:
 
     def import_entries(self, region: str, page_slots: int, data: bytes | bytearray | memoryview) -> int:
         """Enters the export of a peer's ledger: an engine whose bytes come here, with the same model, sources, block
-        size and rank. Call before the bytes arrive. Returns the number of entries. Raises `AttachError` where the
-        formats don't fit."""
+        size and rank. Call before the bytes arrive. Returns the number of entries. Those of other keys
+        (``CANARY_KEY_FILE``) are not entered, and their prefixes are in doubt. Raises `AttachError` where the formats
+        don't fit."""
         ledger = self._ledger(region, page_slots) if self._switch.enabled else None
-        return ledger.import_entries(data, self._config.rank) if ledger is not None and len(data) else 0
+        if ledger is None or not len(data):
+            return 0
+        entered = ledger.import_entries(data, self._config.rank)
+        if ledger.counts["other_keys"] and not self._told_keys:
+            self._told_keys = True
+            self._switch.tell(other_keys("entries of a ledger", ledger.counts["other_keys"]))
+        return entered
 
     def send(self) -> None:
         """Starts the copy of gathered rows, on the current stream, which must be the forwards' or come after it. Never
@@ -266,8 +275,8 @@ class Ledger:
         came back, those ``compared`` with an entry, ``matched``, ``differing``, ``nothing_came``, ``left_out``,
         ``another_sequence``, ``another_identity``, ``lossy``, ``unknown`` (nothing to compare with, or more may have
         been stored), ``rewritten`` (a forward wrote there before the read) and ``unjudged`` (unknown prefix); and
-        ``partial`` ones; and how often all places were ``emptied``. All names begin with ``ledger_``. Zeros are left
-        out. ``ledger_doubt_ratio`` is `doubt_ratio`."""
+        ``partial`` ones; entries with ``other_keys``; and how often all places were ``emptied``. All names begin with
+        ``ledger_``. Zeros are left out. ``ledger_doubt_ratio`` is `doubt_ratio`."""
         found: dict[str, float] = {}
         for ledger in self._regions.values():
             table = ledger.table

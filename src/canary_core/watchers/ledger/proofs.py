@@ -63,7 +63,8 @@ class Proofs:
         self._sources = sources
         self._sure = torch.tensor([descriptor(s, False)[Descriptor.SURE] != 0 for s in sources], device="cpu")
         # Zeros are nobody's.
-        self._blank = hashing.salts(len(sources)) * hashing.weights(page_slots).sum()
+        keys = state.sources.fingerprint_keys
+        self._blank = keys.sources(len(sources)) * keys.places(page_slots).sum()
         self._before: dict[int, Tensor] = {}
         self._apart: dict[tuple[int, int], bool] = {}
 

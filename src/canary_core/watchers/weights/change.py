@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from canary_core.ops import hashing
+from canary_core.ops.fingerprint_keys import FingerprintKeys
 from canary_core.ops.torch.weights import words_of
 from canary_core.watchers.weights.parameters import WeightStretch
 
@@ -28,11 +29,11 @@ class Change:
     old: int = 0
     new: int = 0
 
-    def solved(self, stored: int) -> "Change":
+    def solved(self, stored: int, keys: FingerprintKeys) -> "Change":
         """With `word`, by the fingerprint ``stored`` of before. By chance, one in 2**17, a word fits where several have
         changed."""
         words = words_of(self.data)
-        found = hashing.only_word(words, hashing.keys(len(words)), stored - self.found)
+        found = hashing.only_word(words, keys.words(len(words)), stored - self.found)
         return self if found is None else replace(self, word=found[0], old=found[1], new=int(words[found[0]]))
 
     @property
@@ -61,12 +62,6 @@ class Change:
         at = int((before != now).nonzero()[0, 0]) // size * size
         values = (_said(one[at : at + size], self.stretch.dtype) for one in (before, now))
         return (*self.stretch.place_of(self.begin + first + at), *values)  # type: ignore[return-value]
-
-
-def fingerprint(data: Tensor) -> int:
-    """The fingerprint of a chunk's bytes, uint8 ``[n]``, on the host."""
-    words = words_of(data)
-    return int((words * hashing.keys(len(words))).sum() + hashing.salts(1)[0])
 
 
 def _said(data: Tensor, dtype: torch.dtype) -> str:

@@ -10,12 +10,13 @@ from torch import nn
 
 from canary_core.config import ScrubBudget
 from canary_core.events import Event, size_text
+from canary_core.ops.torch.weights import fingerprint
 from canary_core.ops.weights import CHUNK_BYTES, ROOM, WeightTable
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.violation import Violation
-from canary_core.watchers.weights.change import Change, fingerprint
+from canary_core.watchers.weights.change import Change
 from canary_core.watchers.weights.judge import MOST_STRETCHES, unsure, violation
 from canary_core.watchers.weights.parameters import Parameters, counted
 
@@ -106,7 +107,9 @@ class WeightWatch:
             return
         left = _left.pop(model, None) if resume and not self._models else None
         self._models.append(ref(model))
-        if left is None or left.table.fingerprints.device != self._workspace.device:
+        # Another Canary of the process may have other settings.
+        same = left is not None and left.table.fingerprint_keys == self._state.sources.fingerprint_keys
+        if left is None or not same or left.table.fingerprints.device != self._workspace.device:
             self._lay_out()
             return
         self._parameters, self._table, self._told = left.parameters, left.table, left.told
@@ -196,7 +199,8 @@ class WeightWatch:
         if not parameters.stretches:
             self._table = None
             return
-        self._table = WeightTable([stretch.range for stretch in parameters.stretches], self._workspace.device)
+        ranges, keys = [stretch.range for stretch in parameters.stretches], self._state.sources.fingerprint_keys
+        self._table = WeightTable(ranges, self._workspace.device, keys)
         if first and not self._pace.off:
             with self._workspace.beside(True):
                 self._workspace.backend.compare_weights(self._state, self._table, 0, self._table.chunks)
@@ -313,11 +317,12 @@ class WeightWatch:
             number = self._number(table, chunk)
             if self._stale or self._moved(table, number):
                 continue
-            if fingerprint(now) != found or not before:
+            if fingerprint(table, now) != found or not before:
                 restless.add(number)
                 continue
             stretch = self._parameters.stretches[number]
-            changes[chunk] = Change(stretch, *self._bytes(table, chunk), found, now.clone()).solved(before)
+            change = Change(stretch, *self._bytes(table, chunk), found, now.clone())
+            changes[chunk] = change.solved(before, table.fingerprint_keys)
         doubtful = unsure(changes, self.rounds)
         if restless or doubtful:
             numbers = restless | {self._number(table, chunk) for chunk in doubtful}

@@ -39,6 +39,11 @@ class Protection(Quarantine):
     Without the overlap scheduler, acts right before the result of the step is taken. The overlap scheduler makes one
     batch more before, so there requests are taken before the next batch is made, and queued after the result has been
     taken and their tokens passed by. Where neither is possible, acts as a `Quarantine`.
+
+    Of several ranks that schedule together each finds the wrong slots of one shard, and a single one gives out tokens.
+    So every rank tells the others after every batch whether a verdict is there (`issued`), and looks at the answers
+    before the result is taken, all at the same place of the scheduler's loop. Only after a verdict do ranks exchange
+    the findings, and act on the same set in the same order.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class Protection(Quarantine):
         super().__init__(config, canaries, together)
         self._protects: bool | None = None
         self._cases: list[Case] = []
+        self._asked = False
         self._tries: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._again: list[Any] = []
 
@@ -57,7 +63,7 @@ class Protection(Quarantine):
     def canary_verdict(self, verdict: Verdict) -> None:
         """Keeps the verdict until the scheduler goes on."""
         suspect = LOST if verdict.finding is None else Suspect.of(verdict.finding)
-        if suspect is LOST or (suspect is not None and self._canary(suspect.region) is not None):
+        if suspect == LOST or (suspect is not None and self._canary(suspect.region) is not None):
             self._cases.append(Case(suspect, verdict.stands))
 
     @hookimpl
@@ -70,12 +76,19 @@ class Protection(Quarantine):
         """See `Quarantine`. The first call also reports an engine where tokens can't be withheld."""
         ranks = super().begin(scheduler)
         if self._protects is None:
-            reason = "several ranks would have to agree within a step" if ranks.size > 1 else self._refusal(scheduler)
+            reason = self._refusal(scheduler)
             self._protects = not self._off and reason is None
             if reason is not None and not self._off:
                 reason = f"{reason}; CANARY_ON_VIOLATION=protect does what quarantine does here"
                 self._tell("quarantine_failed", {"reason": reason}, "warning")
         return ranks
+
+    def issued(self) -> None:
+        """The scheduler has run a batch, and its result is not taken yet. Every rank must call this, even with Canary
+        off. Does not wait."""
+        if self._protects and self._ranks is not None and self._ranks.size > 1:
+            self._ranks.ask(bool(self._cases))
+            self._asked = True
 
     def turn(self, scheduler: Any) -> None:
         """See `Quarantine`."""
@@ -101,9 +114,11 @@ class Protection(Quarantine):
         return done
 
     def _refusal(self, scheduler: Any) -> str | None:
-        """Why tokens can't be withheld with one rank, None if they can."""
-        if caches.keeps_host_copies(scheduler):
-            return "copies in host memory may come back"
+        """Why tokens can't be withheld, None if they can."""
+        if not self._evicts:
+            return "copies of KV may come back"
+        if caches.keeps_host_copies(scheduler) and not all(c.config.transfer_records for c in self._canaries()):
+            return "KV comes back from host memory without records (CANARY_TRANSFER_RECORDS)"
         kinds = {region.kind for canary in self._canaries() for region in canary.regions.values()}
         if kinds & {RegionKind.STATE, RegionKind.RING}:
             return "a state says of all tokens before it whether they are right"
@@ -113,11 +128,10 @@ class Protection(Quarantine):
 
     def _withhold(self, scheduler: Any, batch: Any) -> list[Any]:
         """Acts on the verdicts so far. ``batch``: the one whose result is taken next. Returns the requests taken from
-        the scheduler, still in the batches."""
-        cases, self._cases = self._cases, []
+        the scheduler, still in the batches. Raises only if the process group fails."""
+        cases = self._agreed()
         taken: list[Any] = []
         try:
-            cases = [case for case in dict.fromkeys(cases) if case.suspect is LOST or not self._is_gone(case.suspect)]
             for request, own in self._concerned(scheduler, batch, cases):
                 self._take(scheduler, request, own, taken)
             self._evict(scheduler, cases)
@@ -125,6 +139,24 @@ class Protection(Quarantine):
             # In log mode the engine goes on whatever happens.
             self._tell("quarantine_failed", {"reason": repr(error)}, "error")
         return taken
+
+    def _agreed(self) -> list[Case]:
+        """The verdicts to act on now, the same on all ranks. With several ranks none before they were asked about the
+        last batch; then waits for the ranks that have not issued it yet."""
+        ranks = self._ranks
+        if ranks is None or ranks.size == 1:
+            return self._present()
+        asked, self._asked = self._asked, False
+        return ranks.union(self._present()) if asked and ranks.anybody_had() else []
+
+    def _present(self) -> list[Case]:
+        """This rank's own verdicts so far, but for slots rewritten since. Never raises: other ranks wait."""
+        cases, self._cases = list(dict.fromkeys(self._cases)), []
+        try:
+            return [case for case in cases if case.suspect == LOST or not self._is_gone(case.suspect)]
+        except Exception as error:
+            self._tell("quarantine_failed", {"reason": repr(error)}, "error")
+            return cases
 
     def _concerned(self, scheduler: Any, batch: Any, cases: list[Case]) -> list[tuple[Any, list[Case]]]:
         """The running requests with wrong KV, each with the cases."""
@@ -138,7 +170,7 @@ class Protection(Quarantine):
             own = [
                 case
                 for case in cases
-                if case.suspect is LOST
+                if case.suspect == LOST
                 or name in case.suspect.requests
                 or (_is_everyones(case.suspect) and case.suspect.slot in held.get(case.suspect.region, ()))
             ]
@@ -174,7 +206,7 @@ class Protection(Quarantine):
 
     def _evict(self, scheduler: Any, cases: list[Case]) -> None:
         """Takes nodes with a wrong slot from the prefix cache, and all nodes below."""
-        if any(case.suspect is LOST for case in cases):
+        if any(case.suspect == LOST for case in cases):
             self._evict_nodes(scheduler, LOST, lambda slots: torch.ones_like(slots, dtype=torch.bool))
             return
         for region in self._regions(scheduler, cases):

@@ -117,9 +117,9 @@ class Quarantine:
         if reason is not None:
             self._off = True
             self._tell("quarantine_failed", {"reason": reason}, "warning")
-        elif self._evicts and caches.keeps_host_copies(scheduler):
+        elif self._evicts and (reason := caches.giving_up_refusal(scheduler)) is not None:
             self._evicts = False
-            reason = "copies in host memory may come back; requests are aborted, nothing is evicted"
+            reason = f"{reason}; requests are aborted, nothing is evicted"
             self._tell("quarantine_failed", {"reason": reason}, "warning")
         return ranks
 

@@ -1,11 +1,13 @@
 """`Ranks`: the ranks that schedule together, and so must make the same decisions."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from canary_sglang.actions.suspect import Suspect
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -19,10 +21,7 @@ class Ranks:
 
     def alike(self, value: Any) -> bool:
         """Whether all ranks give the same ``value``. Waits for the other ranks."""
-        told: list[Any] = [value]
-        if self.size > 1:
-            told = [None] * self.size
-            torch.distributed.all_gather_object(told, value, group=self._group)
+        told = self._gather(value)
         return all(bool(other == value) for other in told)
 
     def ask(self, has: bool) -> None:
@@ -44,9 +43,17 @@ class Ranks:
     def agree(self, found: Sequence[Suspect], gone: Sequence[Suspect]) -> tuple[list[Suspect], list[Suspect]]:
         """Suspects ``found`` by any rank, and those ``gone`` by any rank's word, in the same order on all. Waits for
         the other ranks."""
-        told: list[Any] = [(list(found), list(gone))]
+        said = self.union([(suspect, True) for suspect in found] + [(suspect, False) for suspect in gone])
+        return [suspect for suspect, new in said if new], [suspect for suspect, new in said if not new]
+
+    def union(self, items: Sequence[T]) -> list[T]:
+        """All ranks' ``items``, each once, in order. Waits for the other ranks."""
+        return sorted({item for rank in self._gather(list(items)) for item in rank})
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``."""
+        told: list[Any] = [value]
         if self.size > 1:
             told = [None] * self.size
-            torch.distributed.all_gather_object(told, (list(found), list(gone)), group=self._group)
-        parts = [sorted({s for rank in told for s in rank[part]}) for part in (0, 1)]
-        return parts[0], parts[1]
+            torch.distributed.all_gather_object(told, value, group=self._group)
+        return told

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 
 from canary_core import Canary, Event
-from canary_sglang.compat import caches, schedulers
+from canary_sglang.compat import runners, schedulers
 
 
 class PrefixHits:
     """Compares the bytes of all slots that requests of a batch share from the prefix cache, once for each request, as
-    set by ``CANARY_HIT_CHECK``. A ``hits_unchecked`` event says why none are compared. ``regions``: names of regions
-    numbered by the engine's slot table.
+    set by ``CANARY_HIT_CHECK``. Slots that HiCache is loading beside the forward are unknown until then, and compared
+    after the load (`transfer.hicache`). A ``hits_unchecked`` event says why none are compared. ``regions``: names
+    of regions numbered by the engine's slot table.
     """
 
     def __init__(self, canary: Canary, runner: Any, regions: Sequence[str]) -> None:
@@ -23,8 +24,8 @@ class PrefixHits:
         reason = None
         if canary.config.bytes == "off":
             reason = "CANARY_BYTES=off: no bytes are known"
-        elif caches.keeps_host_copies(runner):
-            reason = "copies in host memory are loaded layer by layer while the forward runs"
+        elif runners.lmcache(runner):
+            reason = "copies of LMCache are loaded layer by layer while the forward runs"
         wanted = canary.config.hit_check and bool(regions)
         self._on = wanted and reason is None
         if wanted and reason is not None:

@@ -15,6 +15,28 @@ def keeps_host_copies(scheduler: Any) -> bool:
     return any(getattr(args, name, False) for name in ("enable_hierarchical_cache", "enable_lmcache"))
 
 
+def giving_up_refusal(scheduler: Any) -> str | None:
+    """Why KV evicted from the device may come back from elsewhere, None if evicted for good. Copies in host memory
+    go as well, see `evict_nodes`."""
+    args, cache = scheduler.server_args, scheduler.tree_cache
+    if not keeps_host_copies(scheduler):
+        return None
+    if getattr(args, "enable_lmcache", False) or getattr(args, "hicache_storage_backend", None):
+        return "copies in LMCache or in a storage back end may come back"
+    if getattr(args, "tp_size", 1) > 1:
+        return "copies in host memory of several ranks may come back"
+    known = all(hasattr(cache, name) for name in ("evict_host", "loading_check", "writing_check"))
+    if not known or type(cache).__name__ != "UnifiedRadixCache" or not _keeps_copies_of_nodes(cache):
+        return "copies in host memory may come back"
+    return None
+
+
+def _keeps_copies_of_nodes(cache: Any) -> bool:
+    """Whether the cache has the copies in host memory node by node."""
+    linked = getattr(cache, "linker", None) is not None
+    return getattr(cache, "host_memory_mode", "cache") == "cache" and not linked
+
+
 def parking_refusal(runner: Any) -> str | None:
     """Why slots without a request are unknown for every cache, None if known for some: see `cache_locks.locks_of`."""
     args = runner.server_args
@@ -57,13 +79,27 @@ def evict_states(cache: Any) -> int:
     return states - int(cache.mamba_evictable_size())
 
 
+ALL_TOKENS = 1 << 40
+
 SlotTest = Callable[[torch.Tensor], torch.Tensor]
 """Whether each of the given slots of the full pool must be evicted: bool ``[n]``."""
 
 
 def evict_nodes(cache: Any, must_go: SlotTest) -> int:
     """Evicts each node with a slot that ``must_go``, and all nodes below, unless in use; returns the number of tokens.
-    From a cache without a choice, evicts every node not in use."""
+    From a cache without a choice, evicts every node not in use. With HiCache the copies in host memory go, too, and
+    all other nodes that are not on the device: no choice is offered there."""
+    if getattr(cache, "cache_controller", None) is None:
+        return _evict_from_device(cache, must_go)
+    # A copy under way holds its node.
+    cache.writing_check()
+    cache.loading_check()
+    evicted = _evict_from_device(cache, must_go)
+    cache.evict_host(ALL_TOKENS)
+    return evicted
+
+
+def _evict_from_device(cache: Any, must_go: SlotTest) -> int:
     if type(cache).__name__ == "RadixCache":
         return _evict_from_radix(cache, must_go)
     full = cache.full_evictable_size() if cache.supports_swa() else cache.evictable_size()

@@ -51,6 +51,11 @@ def host_cache(runner: Any) -> bool:
     return bool(_option(runner, "enable_hierarchical_cache", False))
 
 
+def lmcache(runner: Any) -> bool:
+    """Whether LMCache moves the pool's KV elsewhere and back."""
+    return bool(_option(runner, "enable_lmcache", False))
+
+
 def speculates(runner: Any) -> bool:
     """Whether a draft model, or a table of n-grams, proposes tokens to be verified by the served model."""
     return bool(_option(runner, "speculative_algorithm", None))

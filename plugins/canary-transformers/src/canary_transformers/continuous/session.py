@@ -22,6 +22,7 @@ from canary_transformers.continuous.protection import Protection
 from canary_transformers.continuous.tables import GivenTables
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload_lists
+from canary_transformers.continuous.verifier import Verifier
 from canary_transformers.filters import EarlierBytesFilter
 
 HAS_NEW_TOKEN = attrgetter("has_new_token")
@@ -107,6 +108,9 @@ class Session:
             self._patches.follow(cache, "prepare_fork_request", self._forked)
         self._patches.wrap(processor.model_runner, "compute_batch", self._bracket)
         self._patches.follow(processor, "prepare_next_batch", self._scheduled)
+        self.verifier = Verifier(self.canary, processor, self._groups, lambda: self._model and self._model())
+        """Computes running requests again, where somebody asks for it."""
+        self.verifier.follow(self._patches, self._on_stream)
         if self.canary.step.stores.on:
             self._patches.follow(cache, "update", self._updated)
         compat.watch_blocks(processor, self, self._patches)
@@ -182,6 +186,7 @@ class Session:
                 if not blocks:
                     continue
                 slots = self._slots(g, blocks)
+                self.verifier.arrived(request, len(slots))
                 if payload is None:
                     self.canary.slots.forget(g.name, slots)
                     continue

@@ -1,9 +1,10 @@
 """Hooks `generate()` and direct calls of a model: every `Cache` passed through a guarded model is followed."""
 
+import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import local
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
@@ -86,6 +87,15 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             moves = name not in ("crop", "reset")
             self._patches.wrap(cache, name, functools.partial(self._wrap_changing, moves))
             self._patches.follow(cache, name, functools.partial(self._cache_changed, told))
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Context for forwards of Canary's own on this thread: they are nobody's, and not guarded."""
+        inside, self._calls.inside = getattr(self._calls, "inside", False), True
+        try:
+            yield
+        finally:
+            self._calls.inside = inside
 
     def _release(self, owner: CacheOwner) -> None:
         for cache, (owned_by, guarded) in list(self._followed.items()):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import BlockVerdict, HashChain, VerdictPipe, VerdictPost
+from canary_adapters import BlockVerdict, HashChain, VerdictWay
 from canary_core import CanaryConfig, Event, Patches, Verdict, Writers, hookimpl
 from canary_vllm.pools.pool import Group
 
@@ -15,7 +15,7 @@ MOST_TRIES = 2
 
 
 class Protection:
-    """Receives verdicts of this process's workers, or of other processes by a `VerdictPipe`, and acts before the
+    """Receives verdicts of this process's workers, or of other processes by a `VerdictWay`, and acts before the
     scheduler takes the output of the verdicts' own step: no token of that step is given out for a request with such KV.
     ``groups``: the guarded ones. ``gated``: whether an output names the block as failed, see `BlockLoads`. ``tell``:
     names the engine in an event, and hands the event to all plugins.
@@ -42,14 +42,11 @@ class Protection:
         self._groups = groups
         self._gated = gated
         self._tell = tell
-        self._found: list[BlockVerdict] = []
         self._schedulers: dict[int, HashChain] = {}
         self._patches = Patches()
-        self._pipes: dict[int, VerdictPipe] = {}
         self._tries: dict[str, int] = {}
         self._ended: list[Any] = []
-        self.post: VerdictPost | None = None
-        """The way to the scheduler's process, None where the scheduler is in this one."""
+        self.way = VerdictWay()
 
     @hookimpl
     def canary_verdict(self, verdict: Verdict) -> None:
@@ -57,28 +54,8 @@ class Protection:
         found = BlockVerdict.of(verdict, self._groups())
         if found is None or self._gated(found):
             return
-        if self.post is not None:
-            self.post.put(found)
-        elif self._schedulers:
-            self._found.append(found)
-        else:
+        if not self.way.put(found, bool(self._schedulers)):
             self._failed(f"the scheduler's process can't be told; nothing is done about a finding ({found.kind})")
-
-    def pipe(self, vllm_config: Any) -> VerdictPipe:
-        """In the scheduler's process: a pipe to be opened by workers in other processes."""
-        self._pipes[id(vllm_config)] = pipe = VerdictPipe()
-        return pipe
-
-    def open(self, path: str) -> bool:
-        """In a worker: opens the pipe at ``path``, unless this process made the pipe. Returns whether the scheduler's
-        process can be reached."""
-        if any(pipe.path == path for pipe in self._pipes.values()):
-            return True
-        try:
-            self.post = VerdictPost(path)
-        except OSError:
-            return False
-        return True
 
     def joined(self, scheduler: Any) -> None:
         """A scheduler runs in the process."""
@@ -91,30 +68,21 @@ class Protection:
     def left(self, scheduler: Any) -> None:
         """A scheduler has ended."""
         self._schedulers.pop(id(scheduler), None)
-        pipe = self._pipes.pop(id(scheduler.vllm_config), None)
-        if pipe is not None:
-            pipe.close()
+        self.way.left(scheduler.vllm_config)
 
     def close(self) -> None:
         """Ends all actions."""
         self._patches.undo()
-        for pipe in self._pipes.values():
-            pipe.close()
         self._schedulers.clear()
-        self._pipes.clear()
-        if self.post is not None:
-            self.post.close()
-            self.post = None
+        self.way.close()
 
     def act(self, scheduler: Any, made: Any = None) -> None:
         """Before ``scheduler`` takes the output ``made``, or makes its next batch. With several schedulers in one
         process the owner of its workers' blocks is unknown."""
-        pipe = self._pipes.get(id(scheduler.vllm_config))
-        found = [] if pipe is None else pipe.take()
-        if self._found and len(self._schedulers) == 1:
-            found, self._found = [*found, *self._found], []
-        elif self._found:
-            self._found = []
+        found, here = self.way.take(scheduler.vllm_config), self.way.here()
+        if len(self._schedulers) == 1:
+            found += here
+        elif here:
             self._failed(f"{len(self._schedulers)} engines in this process; nothing is done about findings of its own")
         brought = getattr(made, "kv_connector_output", None)
         failed = set(getattr(brought, "invalid_block_ids", None) or ())

@@ -2,15 +2,24 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canary_adapters import BlockGroup, JoinedPools, Part, RegionPool, layer_numbers, row_source
+from canary_adapters import (
+    BlockGroup,
+    JoinedPools,
+    Part,
+    ProbedLayouts,
+    RegionPool,
+    layer_numbers,
+    probe_layout,
+    row_source,
+)
 from canary_core import AttachError, KVSource, PoolAdapter, Region, RegionKind, Uncovered
 from canary_vllm.compat import layers, runners
-from canary_vllm.pools.layout import Layouts
 
 GUARDED = ("FullAttention", "MLA", "SlidingWindow", "Mamba", "CrossAttention", "ChunkedLocal")
 """Parts of the names of supported kinds of groups. Others keep and drop blocks in ways of their own: with such layers
@@ -41,7 +50,7 @@ class VLLMPool(PoolAdapter):
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._uncovered: list[Uncovered] = []
-        self._layouts = Layouts(runner.vllm_config.model_config.dtype)
+        self._layouts = ProbedLayouts()
         self._drafts = runners.draft_layers(runner)
         self.groups: list[Group] = []
         self._regions = tuple(self._describe())
@@ -150,11 +159,18 @@ class VLLMPool(PoolAdapter):
                 continue
             try:
                 with torch.inference_mode():
-                    yield from self._layouts.sources(layer, tensors[0], pages, page, given[name])
+                    yield from self._sources_of(layer, tensors[0], pages, page, given[name])
             except AttachError as error:
                 self._leave_out([name], f"its layout is not known: {error}")
             except Exception as error:
                 self._leave_out([name], f"probing its layout failed: {type(error).__name__}: {error}")
+
+    def _sources_of(self, layer: Any, cache: Tensor, pages: int, page: int, number: int) -> Iterator[KVSource]:
+        store = layers.Store.of(layer)
+        stores = partial(store, dtype=self._runner.vllm_config.model_config.dtype)
+        probe = partial(probe_layout, stores, store.halves, cache, pages, page)
+        for piece in self._layouts.of((*store.sort, page), cache, probe):
+            yield piece.source(cache, page, number, layers.element_type(layer, cache))
 
     def _leave_out(self, names: Sequence[str], reason: str) -> None:
         every = runners.layers(self._runner)

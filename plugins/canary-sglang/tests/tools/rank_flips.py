@@ -1,0 +1,144 @@
+"""A plugin of SGLang's own for `engines.ranks_script`: bits flip in one rank's KV, whether or not Canary is there.
+
+``RANKS_FOLDER`` has ``control``: ``parked``, a bit in what each new request will hit; ``decoding``, a bit now and then
+in a slot of a running request; ``kill``, the rank's end within a batch; anything else, nothing. It gets ``flips``, a
+line for each flip. Both ranks look up what a request hits, so that their prefix caches stay alike.
+
+python -m tools.rank_flips COUNT [MODE ...] [plain] [decoding] [clean], in the folder of the tests: a line of JSON for
+each mode of ``CANARY_ON_VIOLATION``, with the overlap scheduler unless ``plain``.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
+BROKEN_RANK = 1
+BITS = (23, 28, 29, 30)
+"""Of the exponent of a 32-bit float."""
+
+EVERY = 7
+"""Batches between two flips in running requests."""
+
+DRAW = random.Random("rank")
+
+
+def install() -> None:
+    """The plugin, which each of SGLang's processes runs before anything else."""
+    from engines.models import randomize
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    load, add, run = ModelRunner.load_model, Scheduler._add_request_to_queue, Scheduler.run_batch
+    batches = 0
+
+    def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        done = load(runner, *args, **kwargs)
+        randomize(runner.model)
+        return done
+
+    def add_request(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if control() == "parked" and not (args or kwargs):
+            request.init_next_round_input(scheduler.tree_cache)
+            flip(scheduler, request.prefix_indices.tolist())
+        return add(scheduler, request, *args, **kwargs)
+
+    def run_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal batches
+        batches += 1
+        wanted = control()
+        if wanted == "kill" and batch.forward_mode.is_decode() and torch.distributed.get_rank() == BROKEN_RANK:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if wanted == "decoding" and batches % EVERY == 0 and batch.forward_mode.is_decode():
+            row = DRAW.randrange(len(batch.reqs))
+            slots = scheduler.req_to_token_pool.req_to_token[batch.req_pool_indices[row]]
+            flip(scheduler, slots[: len(batch.reqs[row].origin_input_ids)].tolist())
+        return run(scheduler, batch, *args, **kwargs)
+
+    ModelRunner.load_model = load_model
+    Scheduler._add_request_to_queue, Scheduler.run_batch = add_request, run_batch
+
+
+def control() -> str:
+    """Of the present phase."""
+    file = FOLDER / "control"
+    return file.read_text() if file.exists() else ""
+
+
+def flip(scheduler: Any, slots: list[int]) -> None:
+    """Flips a bit in one of ``slots`` of the broken rank's pool, if there are any."""
+    if not slots or torch.distributed.get_rank() != BROKEN_RANK:
+        return
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    words = DRAW.choice((pool.k_buffer, pool.v_buffer))[DRAW.randrange(pool.layer_num)][DRAW.choice(slots)]
+    words = words.view(torch.int32)
+    words[tuple(DRAW.randrange(size) for size in words.shape)] ^= 1 << DRAW.choice(BITS)
+    with FOLDER.joinpath("flips").open("a") as file:
+        file.write(f"{len(slots)}\n")
+
+
+def serve_flipped(folder: Path, count: int, control: str = "parked", overlap: bool = True, **settings: str) -> Any:
+    """``count`` requests for a few prompts whose KV is parked, one at a time (four with ``decoding``), while rank 1's
+    bits flip. Counts the answers as `tools.parked_flips` does, and the events of each rank."""
+    from engines.ranks import phase, serve, told
+
+    draw = random.Random("parked")
+    prompts = [[draw.randrange(3, 250) for _ in range(40)] for _ in range(6)]
+    together, new = (4, 24) if control == "decoding" else (1, 6)
+    rounds = [[draw.randrange(len(prompts)) for _ in range(together)] for _ in range(count // together)]
+    clean = [phase("nothing", [prompt], new) for prompt in prompts] * 2
+    phases = clean + [phase(control, [prompts[n] for n in numbers], new) for numbers in rounds]
+    options = {"tp_size": 2, "model": "llama", "dtype": "float32", "disable_overlap_schedule": not overlap}
+    done = serve(folder, options, phases, ["flips = tools.rank_flips:install"], **settings)
+    right = [answer["tokens"] for (answer,) in done[: len(prompts)]]
+    served = Counter[str]()
+    for numbers, answers in zip(rounds, done[len(clean) :], strict=True):
+        for number, answer in zip(numbers, answers, strict=True):
+            if answer["status"] == 503:
+                served["error"] += 1
+                assert "the KV cache of this request is corrupted (bytes); try again" in answer["error"]
+            else:
+                served["right" if (answer["status"], answer["tokens"]) == (200, right[number]) else "wrong"] += 1
+    events = [[event["event"] for event in told(folder, rank, "event")] for rank in (0, 1)]
+    names = ("recomputed", "aborted", "quarantined", "quarantine_failed", "disabled", "reporting_failed")
+    flips = folder / "flips"
+    return {
+        "asked": count,
+        "flipped": len(flips.read_text().splitlines()) if flips.exists() else 0,
+        **{name: served[name] for name in ("right", "wrong", "error")},
+        **{name: [events[rank].count(name) for rank in (0, 1)] for name in names},
+        "alike": alike(*(told(folder, rank, "forward") for rank in (0, 1))),
+    }
+
+
+def alike(ours: list[str], theirs: list[str]) -> bool:
+    """Whether two ranks ran the same batches. The overlap scheduler's last one, which nobody waits for, may be cut
+    short on one of them by the engine's end."""
+    count = min(len(ours), len(theirs))
+    return abs(len(ours) - len(theirs)) <= 1 and ours[:count] == theirs[:count]
+
+
+def main() -> None:
+    """An engine for each mode."""
+    words = sys.argv[2:]
+    options = ("plain", "decoding", "clean")
+    control = "decoding" if "decoding" in words else "nothing" if "clean" in words else "parked"
+    for mode in [word for word in words if word not in options] or ["report", "protect"]:
+        compared = {"CANARY_READ_CHECK": "-1" if control == "decoding" else "0", "CANARY_SCRUB_BUDGET": "0"}
+        guard = {"CANARY_PLUGINS": "sglang,ranks_witness", "CANARY_ON_VIOLATION": mode, **compared}
+        with tempfile.TemporaryDirectory() as folder:
+            served = serve_flipped(Path(folder) / "e", int(sys.argv[1]), control, "plain" not in words, **guard)
+        sys.stdout.write(json.dumps({"mode": mode, **served}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""`ContinuousRecomputer`: computes requests of continuous batching again, with a cache of its own."""
+
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import upload
+from canary_core import CachedRequest, CanaryError, Computed, KVSource, Outline, Recomputer, Touch
+from canary_transformers.continuous import compat
+from canary_transformers.generate.hooks import GENERATE
+
+MOST_TOUCHED = 4096
+"""Requests whose hits, forks and arrivals are remembered."""
+
+
+class ContinuousRecomputer(Recomputer):
+    """A forward of the model over a request's tokens with a `DynamicCache` of its own: another path than the engine's,
+    which reads pages, decodes, and pads. Layers with a window keep all of their KV there.
+
+    processor: the `ContinuousBatchProcessor`; model: gives the model, None before the first forward.
+    """
+
+    def __init__(self, processor: Any, groups: Sequence[compat.KVGroup], model: Callable[[], Any]) -> None:
+        self._scheduler = processor.scheduler
+        self._cache = processor.cache
+        self._groups = [g for g in groups if g.window_tokens is None or compat.keeps_rings(processor.cache)]
+        self._device = torch.device(processor.cache.device)
+        self._model = model
+        self._ranks = getattr(getattr(processor, "distributed_helper", None), "tp_size", 1)
+        self._touched: OrderedDict[str, list[Touch]] = OrderedDict()
+
+    def touched(self, request: str, touch: Touch) -> None:
+        """Notes that something else than the request's own forwards filled its first slots."""
+        self._touched.setdefault(request, []).append(touch)
+        self._touched.move_to_end(request)
+        if len(self._touched) > MOST_TOUCHED:
+            self._touched.popitem(last=False)
+
+    def began(self, request: str) -> None:
+        """A new request has this name."""
+        self._touched.pop(request, None)
+
+    def requests(self) -> Sequence[str]:
+        """The running ones."""
+        return [name for name, state in list(self._scheduler.active_requests.items()) if state.position_offset]
+
+    def cached(self, request: str) -> CachedRequest:
+        """Of a running request, all tokens known to the host so far."""
+        state = self._scheduler.active_requests.get(request)
+        if state is None:
+            raise CanaryError(
+                f"request {request!r} is not running: its blocks belong to nobody any more; verify it before it ends"
+            )
+        known = [*state.initial_tokens, *state.generated_tokens]
+        # With asynchronous batches the token that is computed just now is on the device only.
+        count = min(state.position_offset, len(known))
+        touches = list(self._touched.get(request, ()))
+        if state._true_initial_tokens:
+            touches.append(Touch("preemption", len(state.initial_tokens)))
+        slots = {group.name: self._slots(group, request, count) for group in self._groups}
+        return CachedRequest(request, known[:count], slots, touches)
+
+    def outline(self, request: str) -> Outline:
+        """Without its slots."""
+        state = self._scheduler.active_requests[request]
+        known = len(state.initial_tokens) + len(state.generated_tokens)
+        touched = bool(self._touched.get(request)) or bool(state._true_initial_tokens)
+        return Outline(min(state.position_offset, known), touched)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether requests wait for room in a batch or in the cache."""
+        return bool(self._scheduler.waiting_requests)
+
+    @property
+    def rounding(self) -> float:
+        """Of matrix products, whose sums are kept in 32 bits whatever the type of the result."""
+        config = self._given_model().config.get_text_config()
+        terms = max(getattr(config, name, None) or 1 for name in ("hidden_size", "intermediate_size"))
+        sums = torch.finfo(torch.float32).eps / 2 * math.sqrt(terms)
+        return float(max(torch.finfo(self._cache.dtype).eps / 2, sums))
+
+    def compute(self, request: CachedRequest, chunk_tokens: int, jitter: float = 0.0) -> Mapping[str, Computed]:
+        """With the weights, and the active adapter, of now."""
+        model = self._given_model()
+        if self._ranks > 1:
+            raise CanaryError("the model runs on ranks of tensor parallelism, which would have to recompute together")
+        attention = str(getattr(model.config.get_text_config(), "_attn_implementation", None))
+        if attention.startswith("paged|"):
+            raise CanaryError(f"attention {attention!r} makes no causal mask without the engine's cache; use sdpa")
+        layers = self._forward(model.base_model, request.tokens, chunk_tokens, jitter)
+        slots = torch.arange(len(request.tokens), device=self._device)
+        return {
+            group.name: Computed(tuple(s for one in group.layers for s in _sources(layers, one.layer)), slots)
+            for group in self._groups
+        }
+
+    def _given_model(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise CanaryError("no forward has run yet, so there is nothing to compare")
+        return model
+
+    def _forward(self, model: Any, tokens: Sequence[int], chunk_tokens: int, jitter: float) -> Sequence[Any]:
+        """The layers of a cache that holds ``tokens``."""
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        cache = _cache(jitter, self._device)
+        ids = upload(tokens, self._device)[None]
+        with GENERATE.apart(), torch.no_grad():
+            for first in range(0, len(tokens), chunk_tokens):
+                model(input_ids=ids[:, first : first + chunk_tokens], use_cache=True, **{name: cache})
+        found: Sequence[Any] = cache.layers
+        return found
+
+    def _slots(self, group: compat.KVGroup, request: str, count: int) -> Tensor:
+        """The group's slot of each of ``count`` positions, -1 where a window has passed."""
+        (blocks,) = compat.blocks_of(self._cache, group, [request])
+        position = torch.arange(count, device="cpu")
+        ring = group.window_tokens
+        place = position if ring is None else position % ring
+        held = torch.tensor(blocks or [], dtype=torch.int64, device="cpu")
+        block = place // group.block_slots
+        there = block < len(held)
+        if ring is not None:
+            there &= position >= count - ring
+        slot = held[block[there]] * group.block_slots + place[there] % group.block_slots
+        slots = torch.full((count,), -1, dtype=torch.int64, device="cpu")
+        slots[there] = slot
+        return upload(slots, self._device)
+
+
+def _cache(jitter: float, device: torch.device) -> Any:
+    """A cache that keeps all KV, and gives it to attention with ``jitter``."""
+    from transformers import DynamicCache
+
+    if not jitter:
+        return DynamicCache()
+    own = torch.Generator(device).manual_seed(0)
+
+    class Jittery(DynamicCache):
+        """One that rounds what attention reads, and keeps what was computed."""
+
+        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            """See `DynamicCache.update`."""
+            keys, values = super().update(*args, **kwargs)
+            return _jittered(keys, jitter, own), _jittered(values, jitter, own)
+
+    return Jittery()
+
+
+def _jittered(numbers: Tensor, jitter: float, own: torch.Generator) -> Tensor:
+    random = 2 * torch.rand(numbers.shape, generator=own, device=numbers.device) - 1
+    # In 32 bits, where a factor so near to 1 can be written.
+    return (numbers.float() * (1 + jitter * random)).to(numbers.dtype)
+
+
+def _sources(layers: Sequence[Any], layer: int) -> list[KVSource]:
+    """K and V of a layer of a `DynamicCache`, ``[1, heads, tokens, dim]``: one chunk for each head."""
+    return [_source(layers[layer].keys, "k", layer), _source(layers[layer].values, "v", layer)]
+
+
+def _source(tensor: Tensor, half: str, layer: int) -> KVSource:
+    _, heads, tokens, dim = tensor.shape
+    row = dim * tensor.element_size()
+    return KVSource(
+        tensor.contiguous(), half, layer, chunk_bytes=row, slot_stride_bytes=row, chunks=heads,
+        chunk_stride_bytes=tokens * row, dtype=tensor.dtype,
+    )  # fmt: skip

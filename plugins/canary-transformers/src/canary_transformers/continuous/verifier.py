@@ -1,0 +1,89 @@
+"""`Verifier`: has running requests of one cache computed again, between two forwards of the engine's own loop."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from canary_core import Canary, CanaryError, Patches, Touch, Verification
+from canary_transformers.continuous import compat
+from canary_transformers.continuous.recompute import ContinuousRecomputer
+
+if TYPE_CHECKING:
+    from canary_core import Recompute
+
+
+class Verifier:
+    """Follows where the content of requests comes from, and serves `verify` and ``CANARY_RECOMPUTE``. Without these
+    nothing is computed.
+
+    model: gives the model, None before the first forward.
+    """
+
+    def __init__(
+        self, canary: Canary, processor: Any, groups: Sequence[compat.KVGroup], model: Callable[[], Any]
+    ) -> None:
+        self._canary = canary
+        self._processor = processor
+        self._recomputer = ContinuousRecomputer(processor, groups, model)
+        self._recompute: Recompute | None = None
+        canary.verifier = self
+        if canary.config.recompute:
+            _ = self.recompute
+
+    @property
+    def recompute(self) -> "Recompute":
+        """Made on first use."""
+        if self._recompute is None:
+            from canary_core import Recompute
+
+            self._recompute = Recompute(self._canary, self._recomputer)
+        return self._recompute
+
+    def verify(self, request: str | None, timeout_s: float) -> list[Verification]:
+        """See `Recompute.verify`. Raises `CanaryError` where nothing is guarded any more."""
+        if not self._canary.enabled:
+            raise CanaryError("nothing is verified here any more: an error switched Canary off, or it was closed")
+        return self.recompute.verify(request, timeout_s)
+
+    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
+        """See `Verifier.ask` of the core."""
+        return self.recompute.ask(request)
+
+    def follow(self, patches: Patches, on_stream: AbstractContextManager[object]) -> None:
+        """Hooks the engine's search for prefixes, its forks, and its loop. ``on_stream``: a context on the stream of
+        forwards, to be entered again and again."""
+        cache = self._processor.cache
+        if hasattr(cache, "search_prefix_match"):
+            patches.follow(cache, "search_prefix_match", self._hit)
+        if hasattr(cache, "prepare_fork_request"):
+            patches.follow(cache, "prepare_fork_request", self._forked)
+
+        def between(original: Callable[[], bool]) -> Callable[[], bool]:
+            @functools.wraps(original)
+            def prepare_next_batch() -> bool:
+                # Afterwards requests count tokens of the next batch, which are not computed yet.
+                if self._recompute is not None and self._canary.enabled:
+                    with on_stream:
+                        self._recompute.serve()
+                return original()
+
+            return prepare_next_batch
+
+        patches.wrap(self._processor, "prepare_next_batch", between)
+
+    def arrived(self, request: str, tokens: int) -> None:
+        """So many tokens of a request came back from host memory."""
+        self._recomputer.touched(request, Touch("arrival", tokens))
+
+    def _hit(self, tokens: int, request_id: str, *args: Any, **kwargs: Any) -> None:
+        """The prefix cache was searched for a request that begins, and has so many of its tokens."""
+        self._recomputer.began(request_id)
+        if tokens:
+            self._recomputer.touched(request_id, Touch("hit", tokens))
+
+    def _forked(self, forked: Iterable[str] | None, original: Any, *args: Any, **kwargs: Any) -> None:
+        for name in forked or ():
+            self._recomputer.began(name)
+            self._recomputer.touched(name, Touch("fork", original.position_offset))

@@ -1,0 +1,275 @@
+"""Running requests computed again: what no comparison of bytes sees is found, clean traffic is not blamed, and nobody's
+answer changes. The engine is broken from outside, in its own forwards only."""
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tiny.batching import Traffic, served
+from tiny.verified import (
+    HIT,
+    NEW,
+    PROMPT,
+    Verified,
+    noisy_head,
+    one_short,
+    rope_after_a_hit,
+    skipped_layer,
+    tokens,
+    weights_change,
+    window_off_by_one,
+)
+
+from canary_core import CanaryError, Kind, LayerError, Verification
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def engine(guard: Callable[..., Any]) -> Iterator[Callable[..., Verified]]:
+    """Makes one, and restores the model's weights after the test."""
+    made: list[tuple[Verified, dict[str, torch.Tensor]]] = []
+
+    def make(*args: Any, **kwargs: Any) -> Verified:
+        verified = Verified(guard, *args, **kwargs)
+        made.append((verified, {name: w.clone() for name, w in verified.model.state_dict().items()}))
+        return verified
+
+    yield make
+    for verified, weights in made:
+        verified.model.load_state_dict(weights)
+        verified.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule", "layer", "position", "diagnosis"),
+    [
+        (rope_after_a_hit, "input", 0, HIT, "other_input"),
+        # Few tokens of so small a model attend to the last key at all, so the first layer behind is hardly touched.
+        (one_short, "attention", 2, PROMPT, "other_attention"),
+        # Layer 0 has the window, and a decode is beyond it from its 36th token on.
+        (window_off_by_one, "attention", 1, PROMPT, "other_attention"),
+        (skipped_layer, "everywhere", 2, 0, "other_weights"),
+        (noisy_head, "attention", 1, PROMPT, "other_attention"),
+    ],
+)
+def test_a_broken_forward_is_found(fault, rule, layer, position, diagnosis, engine, monkeypatch):
+    """By layer and first position, with its likely class. The same request without the fault is the same."""
+    verified = engine("gemma3" if fault is window_off_by_one else "llama")
+    verified.taught()
+    shared = tokens(verified.random)
+    hits = fault is rope_after_a_hit
+    verified.submit("right", shared)
+    verified.finish()
+    fault(verified, monkeypatch)
+    for broken in (False, True):
+        name = f"broken {broken}"
+        # A block that holds the same tokens as another one would be given up for that one.
+        verified.submit(name, [*shared[:HIT], *tokens(verified.random, 8)] if hits else None, NEW)
+        verified.broken = broken
+        verified.step(48)
+        answer = verified.answer(name)
+        assert answer.verdict == ("differs" if broken else "same"), answer.table()
+        verified.finish()
+    (found,) = [v for v in verified.guard.violations if v.kind is Kind.RECOMPUTE]
+    assert (found.rule, found.layer, found.request) == (rule, layer, "broken True")
+    assert position <= found.position <= position + 2
+    assert found.explanation == answer.finding
+    if hits:
+        assert "a hit brought its first 32 tokens" in found.explanation
+    told = [event for event in verified.findings.told("diagnosis") if event.fields["diagnosis"] == diagnosis]
+    assert told, [event.fields for event in verified.findings.told("diagnosis")]
+
+
+def test_weights_changed_under_a_kept_cache_are_found(engine, monkeypatch):
+    """Everywhere in a request that computed all itself, from the changed layer on; and in one that hits what is older,
+    within what the hit brought. A request of the new weights alone is the same."""
+    verified = engine(hit_check=False)
+    verified.taught()
+    shared = tokens(verified.random)
+    verified.submit("older", shared)
+    verified.step(30)
+    assert verified.answer("older").verdict == "same"
+    weights_change(verified, monkeypatch)
+    assert verified.answer("older").verdict == "differs"
+    verified.submit("hits", [*shared, *tokens(verified.random)])
+    verified.submit("newer")
+    verified.step(30)
+    answers = {name: verified.answer(name) for name in ("hits", "newer")}
+    assert {name: answer.verdict for name, answer in answers.items()} == {"hits": "differs", "newer": "same"}
+    found = {v.request: v for v in verified.guard.violations if v.kind is Kind.RECOMPUTE}
+    assert {name: v.rule for name, v in found.items()} == {"older": "everywhere", "hits": "brought"}
+    assert {(v.layer, v.half, v.position) for v in found.values()} == {(1, "v", 0)}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_clean_traffic_is_never_blamed(name, engine):
+    """Hits, forks and preemptions, in one batch and alone, with windows and without, verified again and again."""
+    verified = engine(name)
+    verified.taught()
+    answers = verified.traffic(12)
+    assert len(answers) > 60
+    assert [answer.table() for answer in answers if answer.verdict != "same"] == []
+    assert verified.guard.violations == []
+
+
+@pytest.mark.parametrize("recompute", ["0", "100%"])
+def test_answers_are_the_same_bit_for_bit(recompute, engine):
+    """With every step's requests computed again, by a call or by the setting, and without: the same tokens, and the
+    same bytes in the pool."""
+    pools, answers = [], []
+    for verify in (True, False):
+        verified = engine(recompute=recompute if verify else "0")
+        prompts = [tokens(random.Random(n)) for n in range(3)]
+        for n, prompt in enumerate(prompts):
+            verified.submit(f"{n}", prompt, 20)
+        for _ in range(40):
+            verified.step()
+            if verify and recompute == "0":
+                verified.recompute.now()
+        answers.append([verified.engine.answer(f"{n}") for n in range(3)])
+        pools.append(verified.engine._cache.cache_tensor.clone())
+        stats = verified.guard.stats()
+        assert (stats.get("recomputed_requests", 0) > (20 if recompute == "0" else 2)) is verify
+        assert stats["violations"] == 0
+        verified.guard.close()
+        verified.engine.close()
+    assert answers[0] == answers[1]
+    assert torch.equal(pools[0], pools[1])
+
+
+def test_nothing_is_made_until_somebody_asks(engine):
+    """Off costs a look at one attribute."""
+    verified = engine()
+    verified.submit("a")
+    verified.finish()
+    assert verified.guard._sessions[0].verifier._recompute is None
+    assert not [name for name in verified.guard.stats() if name.startswith("recompute")]
+
+
+def test_weights_changed_under_a_kept_cache_are_found_without_being_asked_for(engine, monkeypatch):
+    """By ``CANARY_RECOMPUTE`` alone, once the noise is known; fresh requests of the old weights were right."""
+    verified = engine(recompute="100%")
+    for n in range(6):
+        verified.submit(f"fresh {n}")
+        verified.finish()
+    assert verified.recompute.noise.known
+    verified.submit("older")
+    verified.step(30)
+    assert verified.guard.violations == []
+    weights_change(verified, monkeypatch)
+    verified.finish()
+    stats = verified.guard.stats()
+    assert stats["recompute_same"] > 0
+    assert stats["recompute_differs"] == 1
+    assert [(v.request, v.rule) for v in verified.guard.violations] == [("older", "everywhere")]
+
+
+def test_what_can_not_be_judged_says_so(engine):
+    """Too few tokens, a request that is unknown, and noise that is not known: each with its reason, counted, and told
+    once. A request that hits something teaches nothing."""
+    verified = engine()
+    verified.submit("short", tokens(verified.random, 5), 8)
+    verified.step(6)
+    assert "fewer than 32 tokens" in verified.answer("short").reason
+    assert "is not running" in verified.answer("nobody").reason
+    verified.finish()
+    shared = tokens(verified.random)
+    verified.submit("first", shared)
+    verified.finish()
+    for n in range(6):
+        verified.submit(f"hits {n}", shared, 50)
+        verified.step(45)
+        assert "not known yet" in verified.answer(f"hits {n}").reason
+        verified.finish()
+    assert verified.recompute.noise.tokens == 0
+    assert verified.guard.stats()["recompute_unjudged"] == 8
+    assert len(verified.findings.told("unjudged")) == 3
+
+
+def test_an_engine_that_does_not_come_to_it_and_a_computation_that_fails(engine, monkeypatch):
+    """Whoever asked hears of it, from a loop that stands still after the time given and of an error at once; the engine
+    goes on, and its guard too."""
+    verified = engine()
+    verified.submit("a")
+    verified.step(20)
+    with pytest.raises(CanaryError, match=r"nothing was verified within 0\.01 s"):
+        verified.guard.verify(timeout_s=0.01)
+    layer = verified.model.model.layers[0]
+    compute = layer.forward
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if not verified._in_step:
+            raise RuntimeError("no kernel image")
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", fails)
+    asked: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            verified.guard.verify("a", timeout_s=300)
+        except CanaryError as error:
+            asked.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while thread.is_alive():
+        verified.recompute.serve()
+    assert "the recompute failed: RuntimeError: no kernel image" in str(asked[0])
+    before = len(verified.engine.answer("a"))
+    verified.step(3)
+    assert len(verified.engine.answer("a")) > before
+    assert verified.guard._sessions[0].canary.enabled
+
+
+def test_answers_have_no_figure_that_json_has_not():
+    """An infinite error is None in plain values, and said in the table."""
+    layer = LayerError("kv", "k.3", 3, 40, 0.0, float("inf"), 0.1)
+    answer = Verification("a", 40, "differs", None, "why", [layer])
+    assert json.loads(json.dumps(answer.to_dict(), allow_nan=False))["layers"][0]["worst"] is None
+    assert answer.table().splitlines()[-1].endswith("worst inf, noise up to 0.1  <-- differs")
+
+
+def test_attention_without_a_mask_of_its_own_is_refused(engine):
+    """What the engine calls ``paged|eager`` would see the future in a forward of ours."""
+    verified = engine()
+    verified.submit("a")
+    verified.step(20)
+    verified.model.set_attn_implementation("paged|eager")
+    try:
+        assert "makes no causal mask" in verified.answer("a").reason
+    finally:
+        verified.model.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def managed(model: Any, traffic: Traffic) -> Iterator[Any]:
+    """A running manager, in a thread of its own."""
+    with model.continuous_batching_context_manager(**traffic.settings(model)) as manager:
+        yield manager
+
+
+def test_a_running_manager_answers_other_threads(guard):
+    """`Guard.verify` from the caller's thread, while the engine's loop serves: an idle loop answers too."""
+    model = served("llama", "cpu")
+    guarded = guard(model)
+    with pytest.raises(CanaryError, match="no continuous batching is guarded"):
+        guarded.verify()
+    with managed(model, Traffic(new_tokens=400, pages=100)) as manager:
+        manager.add_request(list(range(3, 63)), request_id="a", max_new_tokens=400)
+        deadline, answers = time.monotonic() + 300, []
+        while not answers and time.monotonic() < deadline:
+            if manager.batch_processor is not None and guarded._sessions:
+                answers = [answer for answer in guarded.verify(timeout_s=300) if answer.tokens >= 32]
+        assert {answer.request for answer in answers} == {"a"}
+        assert answers[0].to_dict()["layers"][0]["source"] == "k.0"
+        (unknown,) = guarded.verify("nobody", timeout_s=300)
+        assert "is not running" in unknown.reason
+    assert guarded.violations == []

@@ -1,0 +1,86 @@
+"""Requests that vLLM's scheduler has computed again: clean ones are never told, broken ones are, by their KV alone."""
+
+import pytest
+from canary_vllm.hooks import HOOKS
+from vllm_on_cpu import guarded, verified
+
+from canary_core import Kind
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
+QUIET = dict(read_check=0, scrub_budget="0", bytes="off")
+"""All checks of bytes are off."""
+
+
+@pytest.fixture(scope="module")
+def small():
+    """An engine with weights that matter, in float32: equal bit for bit, whatever the batch."""
+    from vllm_on_cpu.engine import SmallEngine
+
+    return SmallEngine(verified.weighty(), load_format="auto", num_gpu_blocks_override=48, max_num_seqs=12)
+
+
+def told(guard, *others):
+    """Layer, position, request and rule of each finding of a recompute; ``others``: kinds that see it, too."""
+    guard.canary.drain()
+    found = guard.findings.violations
+    assert {v.kind for v in found} - {Kind.RECOMPUTE} == set(others), found
+    return [(v.layer, v.position, v.request, v.rule) for v in found if v.kind is Kind.RECOMPUTE]
+
+
+def test_weights_that_changed_under_a_kept_cache_are_told_at_a_hit(small):
+    """The KV of a hit is not what the weights of now compute; a request that hits nothing is well."""
+    prompt = verified.prompt("weights")
+    with guarded.guard(small, **QUIET) as guard:
+        verified.teach(small)
+        verified.begin(small, 2, {"before": prompt})
+        verified.finish(small)
+        with verified.scaled(small, "model.layers.0.post_attention_layernorm.weight", 1.05):
+            verified.begin(small, 2, {"hits": prompt, "fresh": verified.prompt("fresh")})
+            hits, fresh = verified.verify(small, "hits", "fresh")
+            verified.finish(small)
+        assert (hits.verdict, fresh.verdict) == ("differs", "same")
+        assert told(guard) == [(1, 0, "hits", "brought")]
+        assert "a hit brought its first 64 tokens" in guard.findings.violations[0].explanation
+
+
+def test_a_length_one_short_in_decode_is_told_where_the_decode_begins(small):
+    """Layer 0 is right, and so is the prompt."""
+    prompt = verified.prompt("short")
+    with guarded.guard(small, **QUIET) as guard:
+        verified.teach(small)
+        with verified.short_decodes(small, "ill"):
+            verified.begin(small, verified.DECODED, {"ill": prompt, "well": prompt[::-1]})
+        answers = verified.verify(small, "ill", "well")
+        verified.finish(small)
+        assert [one.verdict for one in answers] == ["differs", "same"]
+        assert told(guard, Kind.READ_LENGTH) == [(1, len(prompt), "ill", "attention")]
+
+
+def test_a_layer_that_was_skipped_for_one_request_is_told(small):
+    """From the next layer on."""
+    prompt = verified.prompt("skipped")
+    with guarded.guard(small, **QUIET) as guard:
+        verified.teach(small)
+        with verified.skipped_layer(small, 0, "ill"):
+            verified.begin(small, 2, {"ill": prompt, "well": prompt[::-1]})
+        answers = verified.verify(small, "ill", "well")
+        verified.finish(small)
+        assert [one.verdict for one in answers] == ["differs", "same"]
+        assert told(guard) == [(1, 0, "ill", "everywhere")]
+
+
+def test_clean_traffic_is_well_and_answers_stay_the_same(small, monkeypatch):
+    """Hits and chunks, with as many internal requests as there is room for: each verdict is the same, no client gets an
+    output of them, no block stays, and none of theirs is in the prefix cache."""
+    monkeypatch.setattr("canary_vllm.hooks._share", lambda config: 1.0)
+    small.renew()
+    plain = guarded.traffic(small, 4, new_tokens=40)
+    with guarded.guard(small, **QUIET) as guard:
+        answers = guarded.traffic(small, 4, new_tokens=40)
+        (session,) = HOOKS.sessions
+        assert answers == plain
+        assert len(session.recomputed.answers) > 15
+        assert {answer.verdict for answer in session.recomputed.answers} == {"same"}
+        assert guard.trouble() == []
+        assert small.pool.get_num_free_blocks() == len(small.pool.blocks) - 1
+        assert small.scheduler.requests == {}

@@ -1,0 +1,157 @@
+"""Requests of a small engine that are computed again, and engines that compute wrongly: broken from outside, by nothing
+but vLLM and torch."""
+
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from canary_vllm.hooks import HOOKS
+
+from canary_core import Patches, Verification
+from vllm_on_cpu import models
+from vllm_on_cpu.engine import SmallEngine
+
+DECODED = 40
+"""Enough tokens of a decode for a verdict."""
+
+
+def weighty(name: str = "llama", layers: int = 3) -> str:
+    """A folder with the model ``name`` and weights of a size at which layers matter: those that vLLM makes up are a
+    thousandth, and change nothing."""
+    from safetensors.torch import save_file
+
+    folder = Path(models.folder(name, Path(tempfile.mkdtemp(prefix="weighty-"))))
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    hidden, inner, words = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    q, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    numbers = torch.Generator().manual_seed(7)
+    shapes = {"model.embed_tokens": (words, hidden), "lm_head": (words, hidden), "model.norm": (hidden,)}
+    for layer in range(layers):
+        for part, shape in {
+            "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        }.items():  # fmt: skip
+            shapes[f"model.layers.{layer}.{part}"] = shape
+    weights = {}
+    for part, shape in shapes.items():
+        size = 1.0 if "embed" in part else shape[-1] ** -0.5
+        drawn = torch.randn(shape, generator=numbers)
+        weights[f"{part}.weight"] = 1 + 0.1 * drawn if len(shape) == 1 else size * drawn
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def prompt(seed: object, tokens: int = 70) -> list[int]:
+    """One that no other seed begins alike."""
+    draw = random.Random(f"verified {seed}")
+    return [draw.randrange(3, 500) for _ in range(tokens)]
+
+
+def verify(small: SmallEngine, *names: str) -> list[Verification]:
+    """Asks for running requests, and steps the engine until all are answered."""
+    (session,) = HOOKS.sessions
+    asked = [session.recomputed.ask(name) for name in names]
+    while not all(one.done() for one in asked):
+        assert small.step(), "nothing runs, and nothing is answered"
+    return [answer for one in asked for answer in one.result()]
+
+
+def begin(small: SmallEngine, decoded: int, prompts: Mapping[str, Sequence[int]], **more: Any) -> None:
+    """Requests by name, all of which have given out so many tokens, and go on."""
+    for name, tokens in prompts.items():
+        small.submit(name, tokens, 120, **more)
+    while any(len(small.answers[name]) < decoded for name in prompts):
+        assert small.step()
+
+
+def finish(small: SmallEngine) -> None:
+    """All that runs."""
+    while small.step():
+        pass
+
+
+def teach(small: SmallEngine, seed: object = 0) -> None:
+    """Fresh requests until the noise of the engine is known."""
+    (session,) = HOOKS.sessions
+    noise = session.recomputed.judge.noise
+    for turn in range(40):
+        if noise.known:
+            return
+        names = [f"teach {turn}-{i}" for i in range(3)]
+        begin(small, DECODED, {name: prompt(f"{seed} {name}", 30) for name in names})
+        verify(small, *names)
+        small.core.abort_requests(names)
+        finish(small)
+    raise AssertionError("the noise is not known after 80 fresh requests")
+
+
+@contextmanager
+def scaled(small: SmallEngine, name: str, factor: float) -> Iterator[None]:
+    """A weight of the model changes in place, past torch's counters, under a cache that is kept."""
+    parameter = dict(small.runner.get_model().named_parameters())[name]
+    kept = parameter.data.clone()
+    parameter.data.mul_(factor)
+    try:
+        yield
+    finally:
+        parameter.data.copy_(kept)
+
+
+@contextmanager
+def short_decodes(small: SmallEngine, request: str) -> Iterator[None]:
+    """Where ``request`` decodes, attention is given one token less than there are."""
+    runner = small.runner
+    builder = runner.attn_groups[0][0].get_metadata_builder()
+
+    def make(build: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(common_prefix_len: int, common: Any, *args: Any, **kwargs: Any) -> Any:
+            names = runner.input_batch.req_ids
+            row = names.index(request) if request in names else None
+            if row is not None and int(common.query_start_loc_cpu[row : row + 2].diff()) == 1:
+                common.seq_lens = common.seq_lens.clone()
+                common.seq_lens[row] -= 1
+            return build(common_prefix_len, common, *args, **kwargs)
+
+        return wrong
+
+    with _patched(builder, "build", make):
+        yield
+
+
+@contextmanager
+def skipped_layer(small: SmallEngine, layer: int, request: str) -> Iterator[None]:
+    """``layer`` adds nothing to what comes in, for the tokens of ``request``."""
+    runner = small.runner
+    block = runner.get_model().model.layers[layer]
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            made = forward(*args, **kwargs)
+            if request in runner.input_batch.req_ids:
+                row = runner.input_batch.req_ids.index(request)
+                first, end = runner.query_start_loc.cpu[row : row + 2].tolist()
+                made[first:end] = 0
+            return made
+
+        return wrong
+
+    with _patched(block.self_attn, "forward", make), _patched(block.mlp, "forward", make):
+        yield
+
+
+@contextmanager
+def _patched(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    patches = Patches()
+    patches.wrap(owner, name, make)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        patches.undo()

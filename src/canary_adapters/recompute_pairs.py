@@ -1,0 +1,149 @@
+"""`RecomputePairs`: compares requests with the internal ones that computed them again, in each worker."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from canary_adapters.block_events import BlockGroup
+from canary_adapters.recompute_requests import LEAST_TOKENS, RecomputePair, slots_of
+from canary_core import CachedRequest, Canary, CanaryError, Computed, Verification
+from canary_core.ops.upload import upload
+
+if TYPE_CHECKING:
+    from canary_core import RecomputeJudge
+    from canary_core.watchers.recompute.comparison import Comparing
+
+KEPT = 1024
+"""Last answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    pair: RecomputePair
+    cached: CachedRequest
+    comparing: "Comparing"
+
+
+class RecomputePairs:
+    """Judges each `RecomputePair` that a worker is sent, within the memory of ``canary``. ``groups``: those of
+    attention, of which some may have no numbers. ``rounding``: see `RecomputeJudge`.
+
+    Nothing waits for the device, unless somebody asked for the answer by `ask`: then all bytes are compared with
+    their fingerprints, too.
+    """
+
+    def __init__(self, canary: Canary, groups: Iterable[BlockGroup], rounding: Callable[[], float]) -> None:
+        self._canary = canary
+        self._groups = list(groups)
+        self._rounding = rounding
+        self._judge: RecomputeJudge | None = None
+        self._begun: deque[_Begun] = deque()
+        self._lock = threading.Lock()
+        self._wanted: list[str] = []
+        self._waiting: dict[str, list[Future[list[Verification]]]] = {}
+        self.answers: deque[Verification] = deque(maxlen=KEPT)
+        """The last ones, oldest first."""
+        canary.verifier = self
+
+    @property
+    def judge(self) -> "RecomputeJudge":
+        """Made on first use."""
+        if self._judge is None:
+            from canary_core import RecomputeJudge
+
+            self._judge = RecomputeJudge(self._canary, self._rounding)
+        return self._judge
+
+    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
+        """Asks for a running request, from any thread. The answer comes some steps later, in a running engine. For all
+        at once (None) there is a `CanaryError`."""
+        answer: Future[list[Verification]] = Future()
+        if request is None:
+            answer.set_exception(CanaryError("this engine computes one request at a time again: name it"))
+            return answer
+        with self._lock:
+            self._waiting.setdefault(request, []).append(answer)
+            self._wanted.append(request)
+        return answer
+
+    def wanted(self) -> Sequence[str]:
+        """Requests asked for since the last call, for the scheduler."""
+        if not self._wanted:
+            return ()
+        with self._lock:
+            wanted, self._wanted = self._wanted, []
+        return wanted
+
+    def compare(self, pairs: Iterable[RecomputePair]) -> None:
+        """After the forward that ``pairs`` came with, on its stream, before the next one."""
+        for pair in pairs:
+            if pair.why is not None:
+                self._missed(pair, pair.why)
+                continue
+            cached, computed = self._cached(pair), self._computed(pair)
+            few = self.judge.too_few(cached)
+            if few is not None:
+                self._answer(few)
+                continue
+            if pair.asked:
+                self.judge.check_bytes(cached)
+            self._begun.append(_Begun(pair, cached, self.judge.begin(cached, computed)))
+
+    def read(self) -> None:
+        """Judges what has arrived on the host. Raises `ViolationError` in raise mode."""
+        while self._begun and self._begun[0].comparing.arrived():
+            one = self._begun.popleft()
+            # A request that only ran through a prefill took the way of the internal one.
+            teaches = one.pair.decoded >= LEAST_TOKENS
+            self._answer(self.judge.finish(one.cached, one.comparing.result(), teaches))
+
+    def close(self) -> None:
+        """Nothing is answered any more."""
+        self._begun.clear()
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for answers in waiting.values():
+            for answer in answers:
+                answer.set_exception(CanaryError("the engine ended, or Canary was switched off"))
+
+    def _missed(self, pair: RecomputePair, why: str) -> None:
+        if pair.asked:
+            self._answer(self.judge.unjudged(pair.request, why))
+        else:
+            # Nobody has asked: no event for an engine that has better things to do.
+            self._canary.count("recompute_unjudged")
+
+    def _answer(self, answer: Verification) -> None:
+        self.answers.append(answer)
+        with self._lock:
+            waiting = self._waiting.pop(answer.request, ())
+        for one in waiting:
+            one.set_result([answer])
+
+    def _cached(self, pair: RecomputePair) -> CachedRequest:
+        slots = {group.region: self._slots(group, pair.held[group.number], pair.tokens) for group in self._groups}
+        return CachedRequest(pair.request, range(pair.tokens), slots, pair.touches)
+
+    def _computed(self, pair: RecomputePair) -> dict[str, Computed]:
+        regions = self._canary.regions
+        return {
+            group.region: Computed.within(
+                regions[group.region], self._slots(group, pair.own[group.number], pair.tokens)
+            )
+            for group in self._groups
+        }
+
+    def _slots(self, group: BlockGroup, blocks: Sequence[int], tokens: int) -> torch.Tensor:
+        return upload(slots_of(blocks, group.block, tokens), self._canary.device)
+
+
+def model_rounding(dtype: torch.dtype, config: object) -> float:
+    """`Recomputer.rounding` of a model's products of matrices in ``dtype``, whose sums are kept in 32 bits. ``config``:
+    Hugging Face's, of the text model."""
+    terms = max(getattr(config, name, None) or 1 for name in ("hidden_size", "intermediate_size"))
+    return float(max(torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps / 2 * terms**0.5))

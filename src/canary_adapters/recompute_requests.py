@@ -1,0 +1,279 @@
+"""`Recomputes`: has an engine's scheduler compute requests again by internal ones, for workers to compare both."""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from canary_core import Touch
+
+PREFIX = "canary-recompute-"
+"""Internal requests are called so."""
+
+LEAST_TOKENS = 32
+"""Of a request to be computed again without being asked for, and of its decoded part to teach noise: fewer have no
+verdict. So many more must be there until the same request is chosen again."""
+
+TEACHING = 48
+"""Untouched requests chosen before touched ones: until the noise is known nothing else is judged."""
+
+EVERY = 4
+"""Steps between two looks for a request to choose."""
+
+GONE = "it ended, or was preempted, before it was computed again"
+
+Blocks = Sequence[Sequence[int]]
+"""A request's blocks, by group and by position; 0 and less for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A running request. tokens: those with KV that the host knows; decoded: how many of these one by one. life:
+    another number after each preemption."""
+
+    name: str
+    tokens: int
+    decoded: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputePair:
+    """A message to the workers: with the forward that comes with it the internal request ``again`` has computed the
+    first ``tokens`` tokens of ``request``. Both hold their blocks, ``held`` and ``own``, during that forward. why: the
+    reason why nothing can be compared, None where it can. asked: whether somebody waits for the answer. decoded: as of
+    `Running`."""
+
+    request: str
+    again: str = ""
+    tokens: int = 0
+    decoded: int = 0
+    held: Blocks = ()
+    own: Blocks = ()
+    touches: tuple[Touch, ...] = ()
+    why: str | None = None
+    asked: bool = False
+
+
+class TouchedRequests:
+    """What a scheduler's requests have not computed themselves, or not only once."""
+
+    def __init__(self) -> None:
+        self._touches: dict[str, list[Touch]] = {}
+
+    def began(self, name: str, hit: int, again: int = 0) -> None:
+        """A request begins, with ``hit`` tokens in the cache. After a preemption its first ``again`` come again."""
+        touches = self._touches.setdefault(name, []) if hit or again else []
+        if again:
+            touches.append(Touch("preemption", again))
+        if hit:
+            touches.append(Touch("hit", hit))
+
+    def ended(self, name: str) -> None:
+        """The request has ended."""
+        self._touches.pop(name, None)
+
+    def of(self, name: str) -> tuple[Touch, ...]:
+        """Those of a request, first ones first."""
+        return tuple(self._touches.get(name, ()))
+
+
+class InternalRequests(ABC):
+    """An engine's scheduler, as far as recompute needs it. Called on the scheduler's own thread, between two calls of
+    what makes its batches."""
+
+    @abstractmethod
+    def running(self) -> Sequence[Running]:
+        """Requests of users that have KV."""
+
+    @abstractmethod
+    def find(self, name: str) -> Running | None:
+        """One of `running`, None for none of it."""
+
+    @abstractmethod
+    def room(self, request: str) -> bool:
+        """Whether nobody waits, and a second ``request`` would fit in beside all others."""
+
+    @abstractmethod
+    def begin(self, name: str, request: str, tokens: int) -> str | None:
+        """Queues an internal request ``name`` with the first ``tokens`` tokens of ``request``: last in line, of one new
+        token, never read from the prefix cache and never kept there. Returns the reason why not, None for done."""
+
+    @abstractmethod
+    def computed(self, name: str) -> int | None:
+        """How many tokens of an internal request are computed with the batch that was made last; None if it has
+        ended."""
+
+    @abstractmethod
+    def crowded(self, name: str) -> bool:
+        """Whether requests of users wait, or would go first, for what an internal request has."""
+
+    @abstractmethod
+    def blocks(self, name: str) -> Blocks:
+        """The blocks of any request, held during the batch that was made last."""
+
+    @abstractmethod
+    def end(self, name: str) -> None:
+        """Ends an internal request, whatever it does."""
+
+
+@dataclass(slots=True)
+class _One:
+    name: str
+    target: Running
+    asked: bool
+    waited: bool = False
+
+
+class Recomputes:
+    """One scheduler's internal requests, one at a time. Those asked for by `want` come first; then, for a ``share`` of
+    all computed tokens, running requests of its own choice: those touched by a hit, an arrival or a preemption first,
+    but for the first ones, which teach the noise.
+
+    Under pressure an internal request gives way at once: it ends where requests of users wait.
+    """
+
+    def __init__(self, engine: InternalRequests, touched: TouchedRequests, share: float = 0.0) -> None:
+        self._engine = engine
+        self._touched = touched
+        self._share = share
+        self._wanted: deque[str] = deque()
+        self._one: _One | None = None
+        self._numbers = itertools.count(1)
+        self._credit, self._step, self._taught = 0.0, 0, 0
+        self._verified: dict[str, int] = {}
+        self._missed: list[RecomputePair] = []
+        self.live: set[str] = set()
+        """Internal requests that the engine may still know."""
+
+    def want(self, request: str) -> None:
+        """Somebody asks for ``request``."""
+        self._wanted.append(request)
+
+    def before(self) -> None:
+        """The scheduler is about to make a batch."""
+        one = self._one
+        if one is not None:
+            if self._engine.crowded(one.name):
+                self._give_way()
+            elif not self._goes_on(one):
+                self._give_up(GONE)
+        while self._one is None and self._wanted:
+            request = self._wanted[0]
+            if self._engine.find(request) is not None and not self._engine.room(request):
+                # Later, in a quieter engine.
+                break
+            self._begin(self._wanted.popleft(), asked=True)
+        if self._one is None and self._share and self._credit >= 0 and self._step % EVERY == 0:
+            chosen = self._choice()
+            if chosen is not None:
+                self._begin(chosen.name, asked=False)
+
+    def after(self, tokens: int) -> list[RecomputePair]:
+        """The scheduler has made a batch of ``tokens`` tokens, which takes these messages along."""
+        self._step += 1
+        if self._share:
+            self._credit = min(self._credit + self._share * tokens, 0.0)
+        if self.live:
+            self.live = {name for name in self.live if self._engine.computed(name) is not None} | self._current
+        one = self._one
+        if one is not None:
+            computed = self._engine.computed(one.name)
+            if not self._goes_on(one) or computed is None:
+                self._give_up(GONE)
+            elif not computed and one.waited:
+                self._give_way()
+            elif computed >= one.target.tokens:
+                self._one = None
+                self._missed.append(self._pair(one))
+            one.waited = True
+        missed, self._missed = self._missed, []
+        return missed
+
+    def stop(self) -> None:
+        """Nothing is chosen or asked for any more."""
+        self._share, self._one = 0.0, None
+        self._wanted.clear()
+
+    def close(self) -> None:
+        """Ends all internal requests."""
+        if self._one is not None:
+            self._give_up("recompute was switched off")
+
+    @property
+    def _current(self) -> set[str]:
+        return set() if self._one is None else {self._one.name}
+
+    def _choice(self) -> Running | None:
+        running = self._engine.running()
+        names = {one.name for one in running}
+        self._verified = {name: tokens for name, tokens in self._verified.items() if name in names}
+        fit = [
+            one
+            for one in running
+            if one.tokens - self._verified.get(one.name, 0) >= LEAST_TOKENS and self._engine.room(one.name)
+        ]
+        teaching = self._taught < TEACHING
+        # Of what nothing touched only a request that has decoded took two ways to the same KV.
+        fresh = [one for one in fit if not self._touched.of(one.name) and one.decoded >= LEAST_TOKENS]
+        touched = [one for one in fit if self._touched.of(one.name)]
+        for some in (fresh, touched) if teaching else (touched, fresh):
+            if some:
+                return min(some, key=lambda one: self._verified.get(one.name, 0))
+        return None
+
+    def _begin(self, request: str, asked: bool) -> None:
+        target = self._engine.find(request)
+        if target is None or not target.tokens:
+            self._missed.append(RecomputePair(request, why="it has no KV in the cache just now", asked=asked))
+            return
+        name = f"{PREFIX}{next(self._numbers)}"
+        why = self._engine.begin(name, request, target.tokens)
+        self._verified[request] = target.tokens
+        if why is not None:
+            self._missed.append(RecomputePair(request, why=why, asked=asked))
+            return
+        self._one = _One(name, target, asked)
+        self.live.add(name)
+        if not asked:
+            self._credit -= target.tokens
+
+    def _goes_on(self, one: _One) -> bool:
+        now = self._engine.find(one.target.name)
+        return now is not None and now.life == one.target.life
+
+    def _give_way(self) -> None:
+        """For now. Whoever asked waits on."""
+        one, self._one = self._one, None
+        if one is not None:
+            self._engine.end(one.name)
+            if one.asked:
+                self._wanted.appendleft(one.target.name)
+            else:
+                self._missed.append(RecomputePair(one.target.name, one.name, why="other requests waited"))
+
+    def _give_up(self, why: str) -> None:
+        one, self._one = self._one, None
+        if one is not None:
+            self._engine.end(one.name)
+            self._missed.append(RecomputePair(one.target.name, one.name, why=why, asked=one.asked))
+
+    def _pair(self, one: _One) -> RecomputePair:
+        target, touches = one.target, self._touched.of(one.target.name)
+        self._taught += not touches and target.decoded >= LEAST_TOKENS
+        held, own = self._engine.blocks(target.name), self._engine.blocks(one.name)
+        return RecomputePair(target.name, one.name, target.tokens, target.decoded, held, own, touches, asked=one.asked)
+
+
+def is_internal(name: str) -> bool:
+    """Whether a request has the name of an internal one."""
+    return name.startswith(PREFIX)
+
+
+def slots_of(blocks: Sequence[int], block_slots: int, tokens: int) -> list[int]:
+    """The slot of each of the first ``tokens`` positions in a list of blocks, -1 for none."""
+    slots: list[int] = []
+    for block in blocks[: -(-tokens // block_slots)]:
+        slots.extend(range(block * block_slots, (block + 1) * block_slots) if block > 0 else [-1] * block_slots)
+    return [*slots, *[-1] * (tokens - len(slots))][:tokens]

@@ -1,0 +1,33 @@
+"""Facts of a Canary for parts that must not keep it alive: each takes what a weak reference gives."""
+
+from typing import Any, Protocol
+
+from canary_core.config import CanaryConfig
+from canary_core.events import Event
+
+LOOKED_AT = 64
+"""Forwards within which a plugin has said who can compute requests again."""
+
+
+class Glanced(Protocol):
+    """The part of `Canary` used here."""
+
+    config: CanaryConfig
+    verifier: Any
+
+    @property
+    def step(self) -> Any:
+        """Calls around a forward."""
+
+
+def calls(canary: Glanced | None) -> int:
+    """Number of calls of ``canary`` for a forward, whatever the result."""
+    return -1 if canary is None else int(canary.step.forwards + canary.step.unchecked + canary.step.passed_by)
+
+
+def unable_to_recompute(canary: Glanced | None) -> Event | None:
+    """The event where ``CANARY_RECOMPUTE`` is on, forwards go on, and nobody can compute anything again."""
+    if canary is None or not canary.config.recompute or canary.verifier or canary.step.forwards < LOOKED_AT:
+        return None
+    reason = "CANARY_RECOMPUTE is on, and nobody can compute requests of this pool again: see docs/verify.md"
+    return Event("recompute_off", "warning", {"reason": reason})

@@ -1,0 +1,64 @@
+"""compare_kv: the KV of some slots against the same KV computed a second time, as sums of squares."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from canary_core.ops.state import RegionState
+from canary_core.recomputer import Computed
+from canary_core.region import KVSource
+
+LANES = 64
+"""Sums of one token that run side by side, and are then added in pairs: so that the order of additions is fixed."""
+
+
+def compare_kv(state: RegionState, columns: Sequence[int], slots: Tensor, computed: Computed, out: Tensor) -> None:
+    """Between forwards: source ``columns[i]`` of the region, at ``slots``, against source ``i`` of ``computed`` at its
+    slots (integer ``[n]`` each). Fills ``out``, float32 ``[2, len(columns), n]``: the sum of squared differences, and
+    of squares of what was computed; 0 where either side has no bytes. The relative L2 error is the root of their ratio.
+
+    Of floats that are not finite on one side only the difference is infinite; what is not finite on both adds nothing.
+    Sources need a ``dtype`` of `FLOATS` and as many elements on both sides.
+    """
+    for i, (column, source) in enumerate(zip(columns, computed.sources, strict=True)):
+        held, there = _numbers(state.region.sources[column], slots.long())
+        again, there_too = _numbers(source, computed.slots.long())
+        finite, finite_too = held.isfinite(), again.isfinite()
+        both = finite & finite_too
+        apart = torch.where(both, held - again, 0)
+        apart = torch.where(finite != finite_too, torch.inf, apart)
+        size = torch.where(both, again, 0)
+        compared = there & there_too
+        out[0, i] = torch.where(compared, _sum_of_squares(apart), 0)
+        out[1, i] = torch.where(compared, _sum_of_squares(size), 0)
+
+
+def _numbers(source: KVSource, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of each slot, float32 ``[n, elements]``, and whether it has any, bool ``[n]``."""
+    dtype, storage = source.dtype, source.tensor.untyped_storage()
+    if dtype is None:
+        raise TypeError(f"{source.name} has no dtype; its bytes can't be compared as numbers")
+    size, device = dtype.itemsize, source.tensor.device
+    there = (slots >= 0) & source.has_bytes(slots)
+    slot = torch.where(there, slots, 0)
+    first = slot // source.page_size * source.page_stride_bytes + slot % source.page_size * source.slot_stride_bytes
+    first += source.address - storage.data_ptr()
+    chunk = torch.arange(source.chunks, device=device)[:, None] * source.chunk_stride_bytes
+    within = chunk + torch.arange(source.chunk_bytes // size, device=device) * size
+    memory = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (storage.nbytes() // size,), (1,))
+    return memory[(first[:, None] + within.flatten()) // size].float(), there
+
+
+def _sum_of_squares(numbers: Tensor) -> Tensor:
+    """Of each row of ``numbers``, float32 ``[n, elements]``: every `LANES`-th number is added up in order, then
+    neighbours are, until one sum is left."""
+    elements = numbers.shape[1]
+    padded = torch.nn.functional.pad(numbers, (0, -elements % LANES)).view(len(numbers), -1, LANES)
+    total = padded.new_zeros(len(numbers), LANES)
+    for i in range(padded.shape[1]):
+        squares = padded[:, i] * padded[:, i]
+        total = total + squares
+    while total.shape[1] > 1:
+        total = total[:, 0::2] + total[:, 1::2]
+    return total[:, 0]

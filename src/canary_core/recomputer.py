@@ -1,0 +1,100 @@
+"""Interface for plugin authors: `Recomputer` has an engine compute the KV of a request a second time."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from canary_core.region import KVSource, Region
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """KV of one sequence outside of the cache, or in slots of its own.
+
+    sources: named as those of the region to compare with, in any order; sources of the region that are missing here are
+    not compared. slots: integer ``[n]`` on the device of the sources, the slot of each position; -1 for none.
+    """
+
+    sources: tuple[KVSource, ...]
+    slots: Tensor = field(repr=False)
+
+    @classmethod
+    def within(cls, region: Region, slots: Tensor) -> "Computed":
+        """In other ``slots`` of ``region`` itself, as an engine fills them that computes a request of its own."""
+        return cls(tuple(region.sources), slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """Positions from 0 to before ``end`` that the request itself has not computed, or not only once."""
+
+    what: Literal["hit", "fork", "arrival", "preemption"]
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedRequest:
+    """A request's content of the cache between two forwards.
+
+    tokens: the token of each position in the cache, on the host. slots: by name of a region, integer ``[n]`` on the
+    pool's device: the region's slot of each position, as `Region` numbers slots; -1 where none is resident (passed by a
+    window). touches: none for a request that has computed all of its KV itself.
+    """
+
+    request: str
+    tokens: Sequence[int] = field(repr=False)
+    slots: Mapping[str, Tensor] = field(repr=False)
+    touches: Sequence[Touch] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Number of a request's tokens in the cache, and whether there is any `Touch`."""
+
+    tokens: int
+    touched: bool
+
+
+class Recomputer(ABC):
+    """Computes the KV of a request again, from its tokens alone. Called on the engine's own thread between forwards, on
+    the stream of the forwards. What an engine can't do it says: each method raises `CanaryError` with the reason.
+
+    No request of a user may notice: no slot of the cache, no random number and no statistics of the engine change.
+    """
+
+    @abstractmethod
+    def requests(self) -> Sequence[str]:
+        """Names of the requests that have KV in the cache."""
+
+    @abstractmethod
+    def cached(self, request: str) -> CachedRequest:
+        """The content of the cache for ``request``. Raises `CanaryError` if the request is not in the cache."""
+
+    def outline(self, request: str) -> Outline:
+        """Facts of ``request`` known to the host at no cost; those of `cached`, unless overridden."""
+        cached = self.cached(request)
+        return Outline(len(cached.tokens), bool(cached.touches))
+
+    @property
+    def pressed(self) -> bool:
+        """Whether requests of users wait, or memory is short, so that nothing should be computed that nobody has asked
+        for."""
+        return False
+
+    @property
+    @abstractmethod
+    def rounding(self) -> float:
+        """Relative error of one rounding of the numbers that attention reads: the unit roundoff of their type, which is
+        ``torch.finfo(dtype).eps / 2``; times ``sqrt(n)`` where sums of ``n`` numbers are kept in that type."""
+
+    @abstractmethod
+    def compute(self, request: CachedRequest, chunk_tokens: int, jitter: float = 0.0) -> Mapping[str, Computed]:
+        """The KV of ``request.tokens`` by name of a region, computed from nothing with the weights, adapter and
+        numerics of the request, ``chunk_tokens`` tokens in one forward. Valid until the next call.
+
+        With ``jitter`` attention reads each number of K and V multiplied by a random one between ``1 - jitter`` and ``1
+        + jitter``, from a generator of its own, and rounded to its type; returned is what was computed, without that
+        factor."""

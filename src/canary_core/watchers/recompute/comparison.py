@@ -1,0 +1,102 @@
+"""`Comparison`: the KV of a request in the cache against a second computation of it; `Comparing`: one under way."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from canary_core.ops.backends import choose
+from canary_core.ops.state import RegionState
+from canary_core.recomputer import CachedRequest, Computed
+from canary_core.region import KVSource, RegionKind
+from canary_core.runtime.host_copy import HostCopy
+from canary_core.watchers.recompute.noise import Errors
+
+KINDS = (RegionKind.FULL, RegionKind.WINDOW)
+"""Regions of one token a slot, written once."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Compared(Protocol):
+    """The part of `Canary` used here."""
+
+    @property
+    def states(self) -> Mapping[str, RegionState]:
+        """Device memory by region."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the running ops."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """Errors of each region where both sides have slots. missing: what is not compared at all, as region and source by
+    name."""
+
+    errors: Sequence[Errors]
+    missing: Sequence[str]
+
+    @property
+    def exact(self) -> bool:
+        """Whether all compared bits are equal."""
+        return not any(bool(one.values.any()) for one in self.errors)
+
+    @property
+    def finite(self) -> bool:
+        """Whether the errors are numbers."""
+        return all(bool(one.values.isfinite().all()) for one in self.errors)
+
+
+class Comparing:
+    """A `Comparison` whose figures are on their way to the host. On the stream of the forwards, between these; never
+    waits."""
+
+    def __init__(self, canary: Compared, cached: CachedRequest, computed: Mapping[str, Computed]) -> None:
+        self._begun: list[tuple[str, Sequence[KVSource], HostCopy]] = []
+        self._missing: list[str] = []
+        for name, slots in cached.slots.items():
+            state, again = canary.states[name], computed.get(name)
+            known = again is not None and state.region.kind in KINDS
+            sources = () if again is None or not known else self._begin(canary.backend, state, slots, again)
+            names = {source.name for source in sources}
+            self._missing += [f"{name} {source.name}" for source in state.region.sources if source.name not in names]
+
+    def _begin(self, backend: str, state: RegionState, slots: Tensor, computed: Computed) -> Sequence[KVSource]:
+        again = {source.name: source for source in computed.sources}
+        columns = [i for i, source in enumerate(state.region.sources) if _comparable(source, again.get(source.name))]
+        sources = [state.region.sources[column] for column in columns]
+        matched = Computed(tuple(again[source.name] for source in sources), computed.slots)
+        out = torch.zeros(2, len(columns), len(slots), device=slots.device)
+        choose(backend, slots.device).compare_kv(state, columns, slots, matched, out)
+        self._begun.append((state.region.name, sources, HostCopy(out, (slots >= 0) & (computed.slots >= 0))))
+        return sources
+
+    def arrived(self) -> bool:
+        """Whether `result` does not wait."""
+        return all(copy.arrived() for _, _, copy in self._begun)
+
+    def result(self) -> Comparison:
+        """Waits for the device, unless all has `arrived`."""
+        return Comparison([_errors(*one) for one in self._begun], self._missing)
+
+
+def _errors(name: str, sources: Sequence[KVSource], copy: HostCopy) -> Errors:
+    copy.wait()
+    (apart, size), there = copy.tensors
+    # Anything is infinitely far from zeros; numbers too large to be squared are not judged.
+    values = torch.where(apart == 0, 0.0, (apart / size).sqrt()).nan_to_num(nan=0.0, posinf=torch.inf)
+    return Errors(name, sources, there.nonzero()[:, 0].tolist(), values[:, there])
+
+
+def _comparable(held: KVSource, again: KVSource | None) -> bool:
+    """Whether both have floats, and equally many in a slot."""
+    return again is not None and _numbers(held) == _numbers(again) != 0
+
+
+def _numbers(source: KVSource) -> int:
+    """How many floats a slot has, 0 for other types."""
+    return source.slot_bytes // source.dtype.itemsize if source.dtype in FLOATS else 0

@@ -1,0 +1,216 @@
+"""`RecomputeJudge`: verdicts on requests in the cache whose KV was computed a second time, by whomever."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from canary_core.config import CanaryConfig
+from canary_core.events import Event
+from canary_core.ops.state import RegionState
+from canary_core.recomputer import CachedRequest, Computed, Touch
+from canary_core.records import Kind, Phase
+from canary_core.region import KVSource
+from canary_core.violation import Violation
+from canary_core.watchers.recompute.comparison import Comparing, Comparison
+from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise
+from canary_core.watchers.recompute.verification import LayerError, Reason, Verification, Verifier
+
+MOST_REASONS = 32
+"""Different reasons of missing verdicts told by events."""
+
+UNKNOWN = "the noise of this engine is not known yet: more fresh requests must be verified first"
+
+
+class RecomputeHost(Protocol):
+    """The part of `Canary` used here. verifier: has requests computed again for whoever asks."""
+
+    config: CanaryConfig
+    verifier: Verifier | None
+
+    @property
+    def states(self) -> Mapping[str, RegionState]:
+        """Device memory by region."""
+
+    @property
+    def slots(self) -> "SlotChecks":
+        """Comparison of bytes beside forwards."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the running ops."""
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards began."""
+
+    def report(self, violations: Sequence[Violation]) -> int:
+        """Reports findings made on the host."""
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Adds to a counter of `stats`."""
+
+    def tell(self, event: Event) -> None:
+        """Hands an event to every plugin."""
+
+
+class SlotChecks(Protocol):
+    """The part of `SlotEvents` used here."""
+
+    def check(self, region: str, slots: Tensor) -> None:
+        """Compares the bytes of ``slots`` with their fingerprints."""
+
+
+class RecomputeJudge:
+    """Compares, learns the engine's numerical noise, judges, and reports. For engines that compute a request again by
+    themselves, in later steps: hand over both sides once the engine is done, between forwards, on the stream of the
+    forwards. `Recompute` is for those that compute it at once.
+
+    rounding: gives `Recomputer.rounding`, once the first request is compared.
+
+    Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_same``,
+    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`; each new reason for a missing verdict is an
+    ``unjudged`` event.
+    """
+
+    def __init__(self, canary: RecomputeHost, rounding: Callable[[], float]) -> None:
+        self._canary = canary
+        self._rounding = rounding
+        self._told: set[str] = set()
+
+    @cached_property
+    def noise(self) -> Noise:
+        """Learnt so far. Read on the engine's thread."""
+        return Noise(self._rounding())
+
+    def judge(self, cached: CachedRequest, computed: Mapping[str, Computed]) -> Verification:
+        """The verdict by one computation, in slots of the pool itself (`Computed.within`) or elsewhere. As long as the
+        noise is not known, it is learnt from requests without a `Touch`. Waits for the device."""
+        few = self.too_few(cached)
+        if few is not None:
+            return few
+        self.check_bytes(cached)
+        return self.finish(cached, self.begin(cached, computed).result())
+
+    def begin(self, cached: CachedRequest, computed: Mapping[str, Computed]) -> Comparing:
+        """The first half of `judge`, which does not wait and compares no fingerprints."""
+        return Comparing(self._canary, cached, computed)
+
+    def finish(self, cached: CachedRequest, comparison: Comparison, teaches: bool = True) -> Verification:
+        """The other half, once the figures have arrived. teaches: whether noise may be learnt: both sides should have
+        been computed in different ways."""
+        answer = self.verdict(cached, comparison)
+        if teaches and self.teaches(cached, comparison):
+            self.noise.learn_pair(comparison.errors)
+        return answer
+
+    def too_few(self, cached: CachedRequest) -> Verification | None:
+        """The answer for a request that is too short for any verdict, before anything is computed; None for others."""
+        if len(cached.tokens) >= WINDOW_TOKENS:
+            return None
+        why = f"fewer than {WINDOW_TOKENS} tokens are in the cache: a median of so few is no proof"
+        return self.unjudged(cached.request, why, "few_tokens", len(cached.tokens))
+
+    def check_bytes(self, cached: CachedRequest) -> None:
+        """Compares all bytes with their fingerprints: a finding of its own."""
+        for region, slots in cached.slots.items():
+            self._canary.slots.check(region, slots[slots >= 0])
+
+    def teaches(self, cached: CachedRequest, comparison: Comparison) -> bool:
+        """Whether noise is to be learnt from it: there is none yet, and nothing but the request computed its KV."""
+        return not self.noise.known and not cached.touches and comparison.finite
+
+    def verdict(self, cached: CachedRequest, comparison: Comparison) -> Verification:
+        """By the noise known now; reports a finding."""
+        tokens = len(cached.tokens)
+        if not any(len(one.positions) >= WINDOW_TOKENS and one.sources for one in comparison.errors):
+            why = f"no region has {WINDOW_TOKENS} tokens of it that can be compared as numbers"
+            return self.unjudged(cached.request, why, "no_numbers", tokens, (), comparison.missing)
+        self._canary.count("recomputed_requests")
+        self._canary.count("recomputed_tokens", tokens)
+        layers = self._layers(comparison.errors)
+        # Equal in every bit, whatever the noise may be.
+        if not self.noise.known and not comparison.exact:
+            return self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, comparison.missing)
+        wrong = [one for one in layers if one.differs]
+        self._canary.count("recompute_differs" if wrong else "recompute_same")
+        if not wrong:
+            return Verification(cached.request, tokens, "same", None, None, layers, comparison.missing)
+        first = min(wrong, key=lambda one: (one.layer, -one.worst / (one.bound or 1)))
+        found = next(one for one in comparison.errors if one.region == first.region)
+        finding = self._finding(cached, first, found)
+        self._canary.report([finding])
+        return Verification(cached.request, tokens, "differs", None, finding.explanation, layers, comparison.missing)
+
+    def unjudged(
+        self, request: str, why: str, reason: Reason = "refused", tokens: int = 0, *rest: Sequence[Any]
+    ) -> Verification:
+        """The answer where there is no verdict. Counts it, and tells each sentence ``why`` once. ``rest``: the last
+        fields of the answer."""
+        self._canary.count("recompute_unjudged")
+        self._canary.count(f"recompute_{reason}")
+        if why not in self._told and len(self._told) < MOST_REASONS:
+            self._told.add(why)
+            self._canary.tell(Event("unjudged", "warning", {"request": request, "reason": why}))
+        return Verification(request, tokens, "unjudged", why, None, *rest)
+
+    def _bound(self, region: str, source: KVSource) -> Bound | None:
+        return self.noise.bound(region, source) if self.noise.known else None
+
+    def _layers(self, errors: Sequence[Errors]) -> list[LayerError]:
+        layers = []
+        for one in errors:
+            _, medians = one.windows()
+            for source, tokens, windows in zip(one.sources, one.values, medians, strict=True):
+                if windows.numel():
+                    bound = self._bound(one.region, source)
+                    figures = float(tokens.median()), float(windows.max()), None if bound is None else bound.window
+                    layers.append(LayerError(one.region, source.name, source.layer, len(tokens), *figures))
+        return layers
+
+    def _finding(self, cached: CachedRequest, first: LayerError, errors: Errors) -> Violation:
+        """A finding about the first differing layer, at the first differing position."""
+        column = next(i for i, source in enumerate(errors.sources) if source.name == first.source)
+        source, values = errors.sources[column], errors.values[column]
+        bound = self._bound(errors.region, source) or Bound(0.0, 0.0)
+        starts, medians = errors.windows()
+        over = [starts[i] for i in (medians[column] > bound.window).nonzero()[:, 0].tolist()]
+        window = values[over[0] : over[0] + WINDOW_TOKENS]
+        # At least half of the window is over the bound of medians, if nothing is over that of a single token.
+        far = window > (bound.token if bool((window > bound.token).any()) else bound.window)
+        at = over[0] + int(far.nonzero()[0])
+        position = errors.positions[at]
+        everywhere = len(over) == len(starts) and at == 0
+        touch = next((touch for touch in cached.touches if position < touch.end), None)
+        return Violation(
+            kind=Kind.RECOMPUTE,
+            region=errors.region,
+            phase=Phase.EVENT,
+            step=self._canary.forwards,
+            slot=int(cached.slots[errors.region][position]),
+            source=source.name,
+            layer=source.layer,
+            half=source.half,
+            position=position,
+            request=cached.request,
+            rule=_rule(first.layer, everywhere, touch),
+            detail=_detail(first, cached.touches),
+        )
+
+
+def _rule(layer: int, everywhere: bool, touch: Touch | None) -> str:
+    """The likely sort of cause, see `canary_core.kinds.recompute`."""
+    if touch is not None:
+        return "brought"
+    if everywhere:
+        return "everywhere"
+    return "input" if layer == 0 else "attention"
+
+
+def _detail(first: LayerError, touches: Sequence[Touch]) -> str:
+    touched = "".join(f"; a {touch.what} brought its first {touch.end} tokens" for touch in touches)
+    return (
+        f"first in {first.source}, by {first.worst:.2g} of its size in the median of {WINDOW_TOKENS} tokens, where "
+        f"noise is at most {first.bound or 0:.2g}{touched}"
+    )

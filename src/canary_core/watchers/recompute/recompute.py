@@ -1,0 +1,162 @@
+"""`Recompute`: has an engine compute requests in the cache again, and judges them."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
+
+import torch
+
+from canary_core.errors import CanaryError, error_text
+from canary_core.events import Event
+from canary_core.recomputer import CachedRequest, Recomputer
+from canary_core.watchers.recompute.comparison import Comparing, Comparison
+from canary_core.watchers.recompute.judge import RecomputeHost, RecomputeJudge
+from canary_core.watchers.recompute.noise import Noise
+from canary_core.watchers.recompute.sampler import Sampler
+from canary_core.watchers.recompute.verification import Verification
+
+CHUNK_TOKENS = 512
+"""Tokens of one forward of a recompute: another path than a decode's, and a bound on the memory."""
+ODD_CHUNK_TOKENS, MOST_ODD_CHUNKS = 7, 16
+"""The same for another look at a fresh request: how far the engine's own paths are from each other."""
+
+MOST_FAILURES = 3
+"""Recomputes in a row that may fail by an unknown error, before ``CANARY_RECOMPUTE`` is given up."""
+MOST_MEMORY = 0.5
+"""Share of the device's free memory that one recompute may take."""
+NO_MEMORY = "the device has no memory for a second computation of this request"
+
+
+class Recompute:
+    """Judges requests in the cache by a second computation of the KV from the tokens.
+
+    Numerical noise is learnt from verified requests without a `Touch`: each is computed again by two paths, and with
+    random roundings of all KV read by attention. Before enough such requests were seen nobody is judged. `verify` may
+    be called on any thread; the work is done where the engine calls `serve`, between forwards. With
+    ``CANARY_RECOMPUTE`` requests are picked there too.
+
+    clock: seconds of the host.
+    """
+
+    def __init__(
+        self, canary: RecomputeHost, recomputer: Recomputer, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._canary = canary
+        self._clock = clock
+        self._sampler = Sampler(canary.config.recompute, clock) if canary.config.recompute else None
+        self._failures = 0
+        if canary.verifier is None:
+            canary.verifier = self
+        self._recomputer = recomputer
+        self._asked: deque[tuple[str | None, Future[list[Verification]]]] = deque()
+        self._server: int | None = None
+        self.judge = RecomputeJudge(canary, lambda: recomputer.rounding)
+
+    @property
+    def noise(self) -> Noise:
+        """Learnt so far. Read on the engine's thread."""
+        return self.judge.noise
+
+    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
+        """Asks for `verify`, and does not wait: for any thread."""
+        asked: Future[list[Verification]] = Future()
+        self._asked.append((request, asked))
+        return asked
+
+    def verify(self, request: str | None = None, timeout_s: float = 60.0) -> list[Verification]:
+        """Verifies one request, or (None) all with KV in the cache, once the engine is between two forwards. Waits
+        at most ``timeout_s`` seconds. Raises `CanaryError` if the engine had no time until then, or the work failed."""
+        if threading.get_ident() == self._server:
+            return self.now(request)
+        asked = self.ask(request)
+        try:
+            return asked.result(timeout_s)
+        except LateError:
+            asked.cancel()
+            raise CanaryError(
+                f"nothing was verified within {timeout_s:g} s: the engine's loop did not come between two forwards; "
+                "call verify() while it runs, or give it more time (timeout_s)"
+            ) from None
+
+    def serve(self) -> None:
+        """Answers all calls of `verify`, and computes a request again where ``CANARY_RECOMPUTE`` has one due. On the
+        engine's thread and stream, between forwards; never raises."""
+        while self._asked:
+            self._server = threading.get_ident()
+            request, asked = self._asked.popleft()
+            if not asked.set_running_or_notify_cancel():
+                continue
+            try:
+                asked.set_result(self.now(request))
+            except Exception as error:
+                asked.set_exception(CanaryError(f"the recompute failed: {error_text(error)}"))
+        if self._sampler is not None and not self._sampler.rests:
+            self._sample(self._sampler)
+
+    def _sample(self, sampler: Sampler) -> None:
+        began, name = self._clock(), None
+        try:
+            if sampler.gives_way(self._recomputer.pressed):
+                self._canary.count("recompute_gave_way")
+                return
+            outlines = {request: self._recomputer.outline(request) for request in self._recomputer.requests()}
+            name = sampler.pick(outlines.items(), fresh=not self.noise.known)
+            if name is None:
+                return
+            answer = self._verify(name)
+            self._failures = 0
+            seconds = self._clock() - began
+            self._canary.count("recompute_ms", round(1000 * seconds))
+            sampler.looked_at(name, outlines[name].tokens, seconds, answer.verdict != "unjudged")
+        except Exception as error:
+            self._failures += 1
+            why = f"the recompute failed: {error_text(error)}"
+            self.judge.unjudged(name or "", why, "failed")
+            sampler.looked_at(name or "", 0, self._clock() - began, verdict=False)
+            if self._failures >= MOST_FAILURES:
+                self._sampler = None
+                self._canary.tell(Event("recompute_off", "error", {"reason": f"{MOST_FAILURES} times in a row {why}"}))
+
+    def now(self, request: str | None = None) -> list[Verification]:
+        """`verify` at once: on the engine's thread and stream, between forwards. Waits for the device."""
+        names = list(self._recomputer.requests()) if request is None else [request]
+        return [self._verify(name) for name in names]
+
+    def _verify(self, name: str) -> Verification:
+        try:
+            cached = self._recomputer.cached(name)
+            few = self.judge.too_few(cached)
+            if few is not None:
+                return few
+            if not self._fits(cached):
+                return self.judge.unjudged(name, NO_MEMORY, "no_memory", len(cached.tokens))
+            self.judge.check_bytes(cached)
+            comparison = self._compare(cached, CHUNK_TOKENS)
+            answer = self.judge.verdict(cached, comparison)
+            if self.judge.teaches(cached, comparison):
+                odd = max(ODD_CHUNK_TOKENS, -(-len(cached.tokens) // MOST_ODD_CHUNKS) | 1)
+                rounded = self._compare(cached, CHUNK_TOKENS, self._recomputer.rounding)
+                self.noise.learn([comparison.errors, self._compare(cached, odd).errors], rounded.errors)
+            return answer
+        except CanaryError as error:
+            return self.judge.unjudged(name, str(error), "refused")
+        except torch.OutOfMemoryError:
+            return self.judge.unjudged(name, NO_MEMORY, "no_memory")
+
+    def _fits(self, cached: CachedRequest) -> bool:
+        """Whether the device has memory for a second copy of the request's KV, and as much again for the forward,
+        within `MOST_MEMORY` of what is free."""
+        device = next(iter(cached.slots.values())).device
+        if device.type != "cuda":
+            return True
+        regions = [self._canary.states[name].region for name in cached.slots]
+        needed = 2 * len(cached.tokens) * sum(source.slot_bytes for region in regions for source in region.sources)
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return needed <= MOST_MEMORY * (free + kept)
+
+    def _compare(self, cached: CachedRequest, chunk_tokens: int, jitter: float = 0.0) -> Comparison:
+        return Comparing(self._canary, cached, self._recomputer.compute(cached, chunk_tokens, jitter)).result()

@@ -1,0 +1,84 @@
+"""`Sampler`: which request is computed again, and when."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from canary_core.config.values import RecomputeShare
+from canary_core.recomputer import Outline
+from canary_core.watchers.recompute.noise import WINDOW_TOKENS
+
+LOOK_S = 0.1
+"""Seconds from one search without a result to the next."""
+PATIENCE_S = 30.0
+"""Longest time in a row in which nothing is computed because users' requests wait: a server that is always full would
+never be looked at."""
+MOST_KNOWN = 4096
+"""Requests whose last look is remembered."""
+
+
+class Sampler:
+    """Picks requests: first those that a hit, a fork, an arrival or a preemption touched, then those with the most
+    tokens that were not looked at. A request comes again once it has twice as many tokens as then. After each work
+    there is a rest so long that all work is at most the share of the time, whatever happens between.
+
+    clock: seconds of the host, of the engine's thread.
+    """
+
+    def __init__(self, share: RecomputeShare, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._share = share
+        self._clock = clock
+        self._rest_until = clock()
+        self._waits_since: float | None = None
+        self._seen: OrderedDict[str, int] = OrderedDict()
+        self.verdicts = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing to do, now and later."""
+        return not self._share.share and self.verdicts >= self._share.verdicts
+
+    @property
+    def rests(self) -> bool:
+        """Whether the share is used up for now."""
+        return self.over or self._clock() < self._rest_until
+
+    def gives_way(self, pressed: bool) -> bool:
+        """Whether to wait for others. At most `PATIENCE_S` in a row."""
+        now = self._clock()
+        if not pressed:
+            self._waits_since = None
+            return False
+        if self._waits_since is None:
+            self._waits_since = now
+        if now - self._waits_since < PATIENCE_S:
+            self._rest_until = now + LOOK_S
+            return True
+        return False
+
+    def pick(self, requests: Iterable[tuple[str, Outline]], fresh: bool) -> str | None:
+        """The next one. ``fresh``: of those that nothing touched, from which noise is learnt."""
+        best, most = None, (False, 0)
+        for name, outline in requests:
+            seen = self._seen.get(name, 0)
+            if outline.tokens < seen:
+                # Another request of the same name.
+                seen = 0
+            due = max(2 * seen, WINDOW_TOKENS)
+            rank = (outline.touched, outline.tokens - seen)
+            if outline.tokens >= due and not (fresh and outline.touched) and rank > most:
+                best, most = name, rank
+        if best is None:
+            self._rest_until = self._clock() + LOOK_S
+        return best
+
+    def looked_at(self, request: str, tokens: int, seconds: float, verdict: bool) -> None:
+        """It took so long; ``verdict``: and there is one."""
+        self._seen[request] = tokens
+        self._seen.move_to_end(request)
+        if len(self._seen) > MOST_KNOWN:
+            self._seen.popitem(last=False)
+        self.verdicts += verdict
+        self._waits_since = None
+        if self._share.share:
+            self._rest_until = self._clock() + seconds * (1 / self._share.share - 1)

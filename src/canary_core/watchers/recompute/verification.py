@@ -1,0 +1,75 @@
+"""`Verification`: the answer for one request, with the figures of each layer."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol, get_args
+
+Reason = Literal["few_tokens", "noise_unknown", "no_numbers", "no_memory", "refused", "failed"]
+"""Sorts of missing verdicts, as they are counted. refused: the engine's plugin says why."""
+OUTCOMES: tuple[str, ...] = ("same", "differs", *get_args(Reason))
+"""All that a recompute can come to."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """Relative L2 errors of a source in a region. median: of all compared tokens; worst: the largest median of
+    `WINDOW_TOKENS` tokens in a row; bound: the largest such median that counts as numerical noise, None before one is
+    learnt."""
+
+    region: str
+    source: str
+    layer: int
+    tokens: int
+    median: float
+    worst: float
+    bound: float | None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the error is none of the engine's own noise."""
+        return self.bound is not None and self.worst > self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """``tokens`` of a request in the cache against the same tokens computed again. reason: of a verdict ``unjudged``.
+    finding: of a verdict ``differs``, in a sentence. uncompared: region and source of what has no numbers to
+    compare."""
+
+    request: str
+    tokens: int
+    verdict: Literal["same", "differs", "unjudged"]
+    reason: str | None = None
+    finding: str | None = None
+    layers: Sequence[LayerError] = ()
+    uncompared: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; None in the place of an error that is not finite."""
+        finite = [replace(one, median=_finite(one.median), worst=_finite(one.worst)) for one in self.layers]
+        return asdict(replace(self, layers=finite))
+
+    def table(self) -> str:
+        """Lines of text for people: the verdict, then one line for each source."""
+        head = f"{self.request}: {self.verdict}, {self.tokens} tokens"
+        lines = [f"{head} ({self.reason})" if self.reason else head, *([self.finding] if self.finding else [])]
+        for one in self.layers:
+            bound = "" if one.bound is None else f", noise up to {one.bound:.2g}"
+            mark = "  <-- differs" if one.differs else ""
+            lines.append(f"  {one.region} {one.source}: median {one.median:.2g}, worst {one.worst:.2g}{bound}{mark}")
+        if self.uncompared:
+            lines.append(f"  not compared: {', '.join(self.uncompared)}")
+        return "\n".join(lines)
+
+
+class Verifier(Protocol):
+    """Has requests of one Canary computed again: `Canary.verifier`."""
+
+    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
+        """Asks for the verification of one request, or (None) of all with KV in the cache, and does not wait. For any
+        thread. The result may be a `CanaryError`."""
+
+
+def _finite(error: float) -> Any:
+    return error if abs(error) < float("inf") else None
