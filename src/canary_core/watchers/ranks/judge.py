@@ -15,7 +15,7 @@ alone differs."""
 MOST_LENGTHS = 4096
 """Numbers of new tokens that are told apart."""
 
-Rows = Mapping[int, Sequence[int]]
+RankRows = Mapping[int, Sequence[int]]
 """Rows of one forward, by rank."""
 
 COMPOSITION = (
@@ -27,7 +27,7 @@ COMPOSITION = (
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RankDifference:
     """``what`` differs: lengths, positions, tokens, slots, history, sampled, or kv, then in the sources ``columns``.
     ``odd``: the ranks in the minority, or all where there is none."""
 
@@ -64,15 +64,15 @@ class RankJudge:
         """Whether KV that several ranks hold was seen not to be bit-equal from the start."""
         return bool(self._rounding)
 
-    def judge(self, rows: Rows, alike: Mapping[int, str]) -> list[Difference]:
+    def judge(self, rows: RankRows, alike: Mapping[int, str]) -> list[RankDifference]:
         """Certain differences in one forward of two ranks at least; the first is the likely cause."""
         self.compared += 1
-        found = [Difference(what, odd(rows, word)) for word, what in self._words if differs(rows, word)]
+        found = [RankDifference(what, odd(rows, word)) for word, what in self._words if differs(rows, word)]
         if not found and self._same(rows, RankWord.CONDITIONS, 0) and self._same(rows, RankWord.HISTORY_UNKNOWN):
-            found += [Difference("history", odd(rows, RankWord.HISTORY))] if differs(rows, RankWord.HISTORY) else []
+            found += [RankDifference("history", odd(rows, RankWord.HISTORY))] if differs(rows, RankWord.HISTORY) else []
         if self._same(rows, RankWord.SAMPLES, 1):
             self.compared_samples += 1
-            found += [Difference("sampled", odd(rows, RankWord.SAMPLED))] if differs(rows, RankWord.SAMPLED) else []
+            found += [RankDifference("sampled", odd(rows, RankWord.SAMPLED))] if differs(rows, RankWord.SAMPLED) else []
         if not found:
             self._agreed += 1
             found = self._kv(rows, alike)
@@ -81,7 +81,7 @@ class RankJudge:
             return []
         return found
 
-    def _kv(self, rows: Rows, alike: Mapping[int, str]) -> list[Difference]:
+    def _kv(self, rows: RankRows, alike: Mapping[int, str]) -> list[RankDifference]:
         """KV of ranks that computed the same."""
         conditions = max(row[RankWord.CONDITIONS] for row in rows.values())
         if conditions != self._conditions or not self._same(rows, RankWord.CONDITIONS):
@@ -99,12 +99,12 @@ class RankJudge:
         ):
             return []
         self.compared_kv += 1
-        found: list[Difference] = []
+        found: list[RankDifference] = []
         for ranks in sets:
             these = {rank: rows[rank] for rank in ranks}
             others = [c for c in range(len(self._layers)) if differs(these, RankWord.KV + c)]
             if others:
-                found.append(Difference("kv", odd(these, RankWord.KV + others[0]), tuple(others)))
+                found.append(RankDifference("kv", odd(these, RankWord.KV + others[0]), tuple(others)))
         if not found:
             if new in self._equal or len(self._equal) < MOST_LENGTHS:
                 self._equal[new] = self._equal.get(new, 0) + 1
@@ -116,23 +116,23 @@ class RankJudge:
         self.unsure += 1
         return []
 
-    def _one_layer(self, found: Sequence[Difference]) -> bool:
+    def _one_layer(self, found: Sequence[RankDifference]) -> bool:
         """Whether one layer of several alone differs: kernels that round in another way do so in all."""
         layers = {self._layers[column] for difference in found for column in difference.columns}
         return len(layers) == 1 and None not in layers and len(set(self._layers)) > 1
 
     @staticmethod
-    def _same(rows: Rows, word: int, value: int | None = None) -> bool:
+    def _same(rows: RankRows, word: int, value: int | None = None) -> bool:
         values = {row[word] for row in rows.values()}
         return len(values) == 1 and value in (None, *values)
 
 
-def differs(rows: Rows, word: int) -> bool:
+def differs(rows: RankRows, word: int) -> bool:
     """Whether not all ranks have the same word."""
     return len({row[word] for row in rows.values()}) > 1
 
 
-def odd(rows: Rows, word: int) -> tuple[int, ...]:
+def odd(rows: RankRows, word: int) -> tuple[int, ...]:
     """The ranks whose word is not that of more than half of all; all ranks where no word is."""
     by_value: dict[int, list[int]] = {}
     for rank, row in sorted(rows.items()):

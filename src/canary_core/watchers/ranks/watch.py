@@ -25,7 +25,7 @@ from canary_core.watchers.ranks.digest import (
     sampled_digest,
 )
 from canary_core.watchers.ranks.group import RankGroup
-from canary_core.watchers.ranks.judge import RankJudge, Rows
+from canary_core.watchers.ranks.judge import RankJudge, RankRows
 from canary_core.watchers.ranks.wording import finding, introduction
 
 PATIENCE = 8
@@ -157,7 +157,7 @@ class RankWatch:
         board, judge = self._board, self._judge
         if board is None or judge is None or not self._switch.enabled:
             return
-        with self._switch.guard("step.ranks"):
+        with self._switch.guard("step.ranks.read"):
             self._write(board)
             ranks = [rank for rank in range(board.group.size) if rank == board.group.rank or board.about(rank)]
             if min(ranks) == board.group.rank:
@@ -225,7 +225,7 @@ class RankWatch:
             if board.group.rank in rows and len(rows) > 1:
                 self._judge_rows(board, judge, rows)
 
-    def _judge_rows(self, board: RankBoard, judge: RankJudge, rows: Rows) -> None:
+    def _judge_rows(self, board: RankBoard, judge: RankJudge, rows: RankRows) -> None:
         about = {rank: board.about(rank) or {} for rank in rows}
         alike = {rank: str(said["kv"]) for rank, said in about.items() if said.get("kv")}
         found = judge.judge(rows, alike)

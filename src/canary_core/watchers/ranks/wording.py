@@ -11,7 +11,7 @@ from canary_core.region import KVSource
 from canary_core.violation import Violation
 from canary_core.watchers.ranks.digest import RankWord
 from canary_core.watchers.ranks.group import RankGroup
-from canary_core.watchers.ranks.judge import Difference
+from canary_core.watchers.ranks.judge import RankDifference
 
 REGION = "ranks"
 """In findings, in the place of a region of slots."""
@@ -25,7 +25,7 @@ SAID = {
     "sampled": "the tokens that were sampled",
     "kv": "the KV that was written",
 }
-"""The differing part in words, by `Difference.what`."""
+"""The differing part in words, by `RankDifference.what`."""
 
 
 def introduction(place: Place, group: RankGroup, sources: Sequence[KVSource]) -> dict[str, object]:
@@ -39,10 +39,13 @@ def introduction(place: Place, group: RankGroup, sources: Sequence[KVSource]) ->
 
 
 def finding(
-    found: Sequence[Difference], row: Sequence[int], about: Mapping[int, Mapping[str, Any]], sources: Sequence[KVSource]
+    found: Sequence[RankDifference],
+    row: Sequence[int],
+    about: Mapping[int, Mapping[str, Any]],
+    sources: Sequence[KVSource],
 ) -> Violation:
     """The finding of all differences ``found`` in one forward. ``row``: the reporting rank's. ``about``: introductions
-    of the compared ranks. ``sources``: of `Difference.columns`."""
+    of the compared ranks. ``sources``: of `RankDifference.columns`."""
     first = found[0]
     others = [rank for rank in about if rank not in first.odd]
     names = [_where(rank, about[rank]) for rank in first.odd]
