@@ -120,12 +120,12 @@ def serve(
     return [rank.told() for rank in ranks]
 
 
-def serve_apart(folder: Path, size: int, fault: Fault) -> list[Told]:
+def serve_apart(folder: Path, size: int, fault: Fault, **options: Any) -> list[Told]:
     """The same in a process for each rank."""
     context = multiprocessing.get_context("spawn")
     barrier, out = context.Barrier(size), context.Queue()
     ranks = [
-        context.Process(target=_run, args=(rank, size, folder, fault, barrier, out), daemon=True)
+        context.Process(target=_run, args=(rank, size, folder, fault, options, barrier, out), daemon=True)
         for rank in range(size)
     ]
     for process in ranks:
@@ -136,9 +136,9 @@ def serve_apart(folder: Path, size: int, fault: Fault) -> list[Told]:
     return [told[rank] for rank in range(size)]
 
 
-def _run(rank: int, size: int, folder: Path, fault: Fault, barrier: Any, out: Any) -> None:
+def _run(rank: int, size: int, folder: Path, fault: Fault, options: Mapping[str, Any], barrier: Any, out: Any) -> None:
     torch.set_num_threads(1)
-    serving = Rank(rank, size, folder, fault, {})
+    serving = Rank(rank, size, folder, fault, options)
     for number in range(1, FORWARDS + 1):
         # As the sums over all ranks within a forward: none is a forward ahead.
         barrier.wait(timeout=200)

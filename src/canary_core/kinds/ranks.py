@@ -61,7 +61,7 @@ KIND = FindingKind(
         | `slots` | slots that new tokens were written to, where one scheduler hands them out to all |
         | `history` | tokens that running requests had computed in a forward before, which was not compared |
         | `sampled` | tokens that were sampled |
-        | `kv` | KV that several ranks hold, in `source`; as long as it had been bit-equal in such forwards before |
+        | `kv` | KV that several ranks hold, in `source`; if bit-equal before, in such forwards, under the same keys |
 
         `detail` names the ranks, each with host, GPU and process; `odd_rank` is the one that alone differs from at
         least two others. Of two ranks nobody can say which is wrong. `found_value` is the engine's number of the

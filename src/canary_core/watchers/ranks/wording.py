@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from canary_core.ops.hashing import keys
+from canary_core.ops.sources import SourceTable
 from canary_core.place import Place
 from canary_core.records import Kind, Phase
 from canary_core.region import KVSource
@@ -28,14 +28,14 @@ SAID = {
 """The differing part in words, by `RankDifference.what`."""
 
 
-def introduction(place: Place, group: RankGroup, sources: Sequence[KVSource]) -> dict[str, object]:
+def introduction(place: Place, group: RankGroup, sources: SourceTable) -> dict[str, object]:
     """Introduction of a rank at ``place``, for the board. KV is compared between ranks with the same text for ``kv``:
     made of `RankGroup.kv`, ``sources`` and the keys of fingerprints."""
-    kv = None
+    kv, keys = None, sources.fingerprint_keys.id
     if group.kv is not None:
-        same = (group.kv, [source.name for source in sources], keys(4).tolist())
+        same = (group.kv, [source.name for source in sources], keys)
         kv = blake2b(repr(same).encode(), digest_size=8).hexdigest()
-    return {"host": place.host, "gpu": place.gpu, "process": place.pid, "rank": place.rank, "kv": kv}
+    return {"host": place.host, "gpu": place.gpu, "process": place.pid, "rank": place.rank, "kv": kv, "keys": keys}
 
 
 def finding(
