@@ -141,7 +141,7 @@ def test_variables_are_settings(page):
 def test_public_names_exist(page):
     """Every hook, every public name, and every call of `Step` and `SlotEvents` that a page names exists."""
     text = code(page)
-    packages = "core|adapters|sglang|transformers|myengine|toy|mini_infer|findings_file"
+    packages = "core|adapters|sglang|transformers|vllm|myengine|toy|mini_infer|findings_file"
     hooks = set(re.findall(rf"\bcanary_(?!{packages})\w+", text))
     assert sorted(h for h in hooks if not hasattr(hookspecs, h)) == []
     names = set(re.findall(r"\bcanary_core\.([A-Za-z]\w*)", text)) - {"testing", "hookspecs"}

@@ -23,7 +23,7 @@ EVERY = 4
 
 GONE = "it ended, or was preempted, before it was computed again"
 
-Blocks = Sequence[Sequence[int]]
+GroupBlocks = Sequence[Sequence[int]]
 """A request's blocks, by group and by position; 0 and less for none."""
 
 
@@ -40,30 +40,30 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class RecomputePair:
-    """A message to the workers: with the forward that comes with it the internal request ``again`` has computed the
-    first ``tokens`` tokens of ``request``. Both hold their blocks, ``held`` and ``own``, during that forward. why: the
-    reason why nothing can be compared, None where it can. asked: whether somebody waits for the answer. decoded: as of
-    `Running`."""
+    """A message to the workers: with the forward of the same message the internal request ``again`` has computed the
+    first ``tokens`` tokens of ``request``. Blocks of both during that forward: ``held`` and ``own``. why: the
+    reason why nothing can be compared, None if there is none. asked: whether a caller waits for the answer. decoded: as
+    of `Running`."""
 
     request: str
     again: str = ""
     tokens: int = 0
     decoded: int = 0
-    held: Blocks = ()
-    own: Blocks = ()
+    held: GroupBlocks = ()
+    own: GroupBlocks = ()
     touches: tuple[Touch, ...] = ()
     why: str | None = None
     asked: bool = False
 
 
 class TouchedRequests:
-    """What a scheduler's requests have not computed themselves, or not only once."""
+    """Tokens of a scheduler's requests that came from elsewhere, or were computed more than once."""
 
     def __init__(self) -> None:
         self._touches: dict[str, list[Touch]] = {}
 
     def began(self, name: str, hit: int, again: int = 0) -> None:
-        """A request begins, with ``hit`` tokens in the cache. After a preemption its first ``again`` come again."""
+        """A request begins, with ``hit`` tokens in the cache. After a preemption ``again`` tokens come again."""
         touches = self._touches.setdefault(name, []) if hit or again else []
         if again:
             touches.append(Touch("preemption", again))
@@ -75,25 +75,25 @@ class TouchedRequests:
         self._touches.pop(name, None)
 
     def of(self, name: str) -> tuple[Touch, ...]:
-        """Those of a request, first ones first."""
+        """The touches of a request, in order of time."""
         return tuple(self._touches.get(name, ()))
 
 
 class InternalRequests(ABC):
-    """An engine's scheduler, as far as recompute needs it. Called on the scheduler's own thread, between two calls of
-    what makes its batches."""
+    """The part of an engine's scheduler used by recompute. Called on the scheduler's own thread, between two batches
+    in the making."""
 
     @abstractmethod
     def running(self) -> Sequence[Running]:
-        """Requests of users that have KV."""
+        """Requests of users with KV."""
 
     @abstractmethod
     def find(self, name: str) -> Running | None:
-        """One of `running`, None for none of it."""
+        """One of `running`, None for no such request."""
 
     @abstractmethod
     def room(self, request: str) -> bool:
-        """Whether nobody waits, and a second ``request`` would fit in beside all others."""
+        """Whether no request waits, and a second ``request`` would fit in beside all others."""
 
     @abstractmethod
     def begin(self, name: str, request: str, tokens: int) -> str | None:
@@ -102,20 +102,20 @@ class InternalRequests(ABC):
 
     @abstractmethod
     def computed(self, name: str) -> int | None:
-        """How many tokens of an internal request are computed with the batch that was made last; None if it has
-        ended."""
+        """Number of tokens of an internal request computed with the last batch made; None after the end of the
+        request."""
 
     @abstractmethod
     def crowded(self, name: str) -> bool:
-        """Whether requests of users wait, or would go first, for what an internal request has."""
+        """Whether requests of users wait, or would go first, for the seat and blocks of an internal request."""
 
     @abstractmethod
-    def blocks(self, name: str) -> Blocks:
-        """The blocks of any request, held during the batch that was made last."""
+    def blocks(self, name: str) -> GroupBlocks:
+        """The blocks of any request during the last batch made."""
 
     @abstractmethod
     def end(self, name: str) -> None:
-        """Ends an internal request, whatever it does."""
+        """Ends an internal request in any state."""
 
 
 @dataclass(slots=True)
@@ -127,9 +127,9 @@ class _One:
 
 
 class Recomputes:
-    """One scheduler's internal requests, one at a time. Those asked for by `want` come first; then, for a ``share`` of
-    all computed tokens, running requests of its own choice: those touched by a hit, an arrival or a preemption first,
-    but for the first ones, which teach the noise.
+    """One scheduler's internal requests, one at a time. Requests asked for by `want` come first; then, for a ``share``
+    of all computed tokens, chosen running requests: first, once the noise is known, requests touched by a hit, an
+    arrival or a preemption.
 
     Under pressure an internal request gives way at once: it ends where requests of users wait.
     """
@@ -148,7 +148,7 @@ class Recomputes:
         """Internal requests that the engine may still know."""
 
     def want(self, request: str) -> None:
-        """Somebody asks for ``request``."""
+        """A caller asks for ``request``."""
         self._wanted.append(request)
 
     def before(self) -> None:
@@ -171,7 +171,7 @@ class Recomputes:
                 self._begin(chosen.name, asked=False)
 
     def after(self, tokens: int) -> list[RecomputePair]:
-        """The scheduler has made a batch of ``tokens`` tokens, which takes these messages along."""
+        """The scheduler has made a batch of ``tokens`` tokens; gives the messages to send along."""
         self._step += 1
         if self._share:
             self._credit = min(self._credit + self._share * tokens, 0.0)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from canary_adapters.recompute_requests import (
-    Blocks,
+    GroupBlocks,
     InternalRequests,
     RecomputePair,
     Recomputes,
@@ -25,8 +25,8 @@ MOST_OF_FREE = 2
 
 
 class SchedulerRequests(InternalRequests):
-    """Follows ``scheduler`` until `close`: what its ``schedule`` and ``update_from_output`` take and give, and its
-    manager's ``cache_blocks``. Outputs of internal requests stay here, and their blocks out of the prefix cache.
+    """Follows ``schedule`` and ``update_from_output`` of ``scheduler``, and ``cache_blocks`` of the manager, until
+    `close`. Outputs and blocks of internal requests reach neither clients nor the prefix cache.
 
     ``make``: makes a request of a name, with the first tokens of another request. ``why_not``: why a request can't be
     computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
@@ -66,7 +66,7 @@ class SchedulerRequests(InternalRequests):
         return _running(request) if request is not None and request in self._scheduler.running else None
 
     def room(self, request: str) -> bool:
-        """In the batch, and in free blocks: those of the prefix cache count among them, as for any other request."""
+        """A seat in the batch, and free blocks: blocks of the prefix cache count as free, as for any other request."""
         blocks, free = sum(map(len, self.blocks(request))), self._manager.block_pool.get_num_free_blocks()
         seat = len(self._scheduler.running) < self._scheduler.max_num_running_reqs
         return seat and not self._scheduler.waiting and blocks * MOST_OF_FREE <= free
@@ -90,9 +90,9 @@ class SchedulerRequests(InternalRequests):
         preempted = request is not None and bool(request.num_preemptions)
         return preempted or any(one is not request for one in self._scheduler.waiting)
 
-    def blocks(self, name: str) -> Blocks:
+    def blocks(self, name: str) -> GroupBlocks:
         """See `InternalRequests`."""
-        held: Blocks = self._manager.get_block_ids(name)
+        held: GroupBlocks = self._manager.get_block_ids(name)
         return held
 
     def end(self, name: str) -> None:
@@ -146,7 +146,7 @@ class SchedulerRequests(InternalRequests):
             emit(Event("hooks_left_out", "error", {"reason": reason}))
 
     def _note(self, output: Any) -> None:
-        """Which requests begin in the middle, or again."""
+        """Takes in the requests of a batch that begin in the middle, or again."""
         for name in output.finished_req_ids:
             self._touched.ended(name)
         begun = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
@@ -171,7 +171,7 @@ def _running(request: Any) -> Running:
 
 
 def _without(names: set[str], outputs: dict[int, Any]) -> None:
-    """Takes outputs of internal requests from what the scheduler gives out to clients."""
+    """Takes outputs of internal requests out of the scheduler's outputs to clients."""
     for one in outputs.values():
         if one.outputs:
             one.outputs = [output for output in one.outputs if output.request_id not in names]

@@ -138,12 +138,12 @@ class VerdictWay:
         return True
 
     def take(self, engine: object) -> list[BlockVerdict]:
-        """What other processes have sent for ``engine``."""
+        """Verdicts of other processes for ``engine``."""
         pipe = self._pipes.get(id(engine))
         return [] if pipe is None else pipe.take()
 
     def here(self) -> list[BlockVerdict]:
-        """What workers of this process have found since the last call."""
+        """Verdicts of this process's workers since the last call."""
         found, self._here = self._here, []
         return found
 

@@ -152,3 +152,14 @@ def test_all_memory_is_within_what_was_given():
     add(table, *((n * (1 << 50) + n, n) for n in range(1, 400)))
     assert (table.entries, table.doubt.added) == (table.capacity, 399 - table.capacity)
     assert table.size_bytes <= room(100)
+
+
+def test_bytes_from_elsewhere_are_nobodys_also_in_a_row_that_was_somebodys():
+    """A row is used again for the same content, stored by another engine or found wrong: it proves nothing any more."""
+    for condemned in (False, True):
+        table = Table(SOURCES, room(1))
+        one, two = (torch.tensor([hash], dtype=torch.int64) for hash in (1, 2))
+        table.add(one, one * 3, values(1), who=one << 32)
+        assert [holder.hash for holder in table.holders(values(1))] == [1]
+        table.add(two, two * 3, values(1), condemned, who=two << 32 if condemned else None)
+        assert table.holders(values(1)) == [None]

@@ -69,13 +69,12 @@ def test_a_layer_that_was_skipped_for_one_request_is_told(small):
         assert told(guard) == [(1, 0, "ill", "everywhere")]
 
 
-def test_clean_traffic_is_well_and_answers_stay_the_same(small, monkeypatch):
+def test_clean_traffic_is_well_and_answers_stay_the_same(small):
     """Hits and chunks, with as many internal requests as there is room for: each verdict is the same, no client gets an
     output of them, no block stays, and none of theirs is in the prefix cache."""
-    monkeypatch.setattr("canary_vllm.hooks._share", lambda config: 1.0)
     small.renew()
     plain = guarded.traffic(small, 4, new_tokens=40)
-    with guarded.guard(small, **QUIET) as guard:
+    with guarded.guard(small, **QUIET, recompute="100%") as guard:
         answers = guarded.traffic(small, 4, new_tokens=40)
         (session,) = HOOKS.sessions
         assert answers == plain

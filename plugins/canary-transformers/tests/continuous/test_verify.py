@@ -168,7 +168,10 @@ def test_weights_changed_under_a_kept_cache_are_found_without_being_asked_for(en
     stats = verified.guard.stats()
     assert stats["recompute_same"] > 0
     assert stats["recompute_differs"] == 1
-    assert [(v.request, v.rule) for v in verified.guard.violations] == [("older", "everywhere")]
+    (found,) = verified.guard.violations
+    assert (found.request, found.layer, found.position) == ("older", 1, 0)
+    # Tokens decoded since the change are right: how many there are depends on the moment of the recompute.
+    assert found.rule in ("everywhere", "attention")
 
 
 def test_what_can_not_be_judged_says_so(engine):

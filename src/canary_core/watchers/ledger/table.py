@@ -157,7 +157,8 @@ class Table:
         listed = self._list()
         rows = listed[self._places(values)].long()
         safe = rows.clamp(min=0)
-        same = (rows >= 0) & (self._values[safe] == values).all(1)
+        # A listed row may hold another entry by now, of the same content from elsewhere.
+        same = (rows >= 0) & self._proves(safe) & (self._values[safe] == values).all(1)
         about = self._hashes[safe], self._sums[safe], self._who[safe], self._forwards[safe].long()
         found = torch.stack(about, 1).tolist()
         return [Holder(*one) if held else None for one, held in zip(found, same.tolist(), strict=True)]
@@ -179,7 +180,7 @@ class Table:
         first = max(self._listed_to, self._next - min(self.capacity, MOST_LISTED))
         rows = torch.arange(first, self._next, device="cpu") % self.capacity
         self._listed_to = self._next
-        rows = rows[~self._condemned[rows] & (self._who[rows] != NOBODY)]
+        rows = rows[self._proves(rows)]
         places = self._places(self._values[rows])
         before = listed[places]
         listed[places] = torch.where(before == _SEVERAL, before, rows.int())
@@ -190,6 +191,10 @@ class Table:
             clash &= (self._values[safe] == self._values[rows]).all(1)
             listed[places[clash]] = _SEVERAL
         return listed
+
+    def _proves(self, rows: Tensor) -> Tensor:
+        """Whether the bytes of an entry were computed here, and not found wrong: bool ``[n]``."""
+        return ~self._condemned[rows] & (self._who[rows] != NOBODY)
 
     def _places(self, values: Tensor) -> Tensor:
         """Where contents are listed: int64 ``[n]``."""
