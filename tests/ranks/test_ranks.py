@@ -57,8 +57,11 @@ def test_of_two_ranks_nobody_can_say_which_is_wrong(tmp_path):
 
 
 def test_ranks_in_processes_of_their_own_meet(tmp_path):
-    """As those of an engine: rank 2 alone differs, and nothing is left on the disk."""
-    told = serve_apart(tmp_path, 3, Fault("kv"), keys="public")
+    """As those of an engine, which one process begins: their fingerprints have the same keys, which are drawn. Rank 2
+    alone differs, and nothing is left on the disk."""
+    told = serve_apart(tmp_path, 3, Fault("kv"))
+    assert told[0].stats["ranks_compared_kv"] >= FORWARDS - 2
+    assert [event["keys"] for one in told for event in one.event("attached")] == ["seeded"] * 3
     (found,) = told[0].of("ranks")
     assert (found["rule"], found["odd_rank"], found["step"], found["source"]) == ("kv", 2, 24, "v.1")
     assert [one.findings for one in told[1:]] == [[], []]
@@ -66,13 +69,17 @@ def test_ranks_in_processes_of_their_own_meet(tmp_path):
 
 
 def test_kv_of_ranks_with_keys_of_their_own_is_not_compared_and_that_is_told(tmp_path):
-    """Each process draws the keys of its fingerprints: the same bytes have others there. All else is compared."""
-    told = serve_apart(tmp_path, 2, Fault("sampled", rank=1))
+    """Processes that were started one by one draw the keys of their fingerprints: the same bytes have others there. All
+    else is compared, and with public keys KV is, too."""
+    told = serve_apart(tmp_path, 2, Fault("sampled", rank=1), alone=True)
     assert [found["rule"] for found in told[0].of("ranks")] == ["sampled"]
     (blind,) = told[0].event("ranks_blind")
     assert "CANARY_KEY_FILE" in blind["reason"]
     assert told[0].event("ranks_rounding") == []
     assert "ranks_compared_kv" not in told[0].stats
+    public = serve_apart(tmp_path, 2, Fault(), alone=True, keys="public")
+    assert public[0].event("ranks_blind") == public[0].findings == []
+    assert public[0].stats["ranks_compared_kv"] >= FORWARDS - 2
 
 
 def test_a_rank_that_never_comes_is_told(tmp_path):

@@ -1,6 +1,7 @@
 """Ranks of a toy engine that compute the same batches, but for a fault in one: in one process, or in one each."""
 
 import multiprocessing
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -121,7 +122,7 @@ def serve(
 
 
 def serve_apart(folder: Path, size: int, fault: Fault, **options: Any) -> list[Told]:
-    """The same in a process for each rank."""
+    """The same in a process for each rank. ``alone``, among the options: each as if started from a shell."""
     context = multiprocessing.get_context("spawn")
     barrier, out = context.Barrier(size), context.Queue()
     ranks = [
@@ -138,7 +139,9 @@ def serve_apart(folder: Path, size: int, fault: Fault, **options: Any) -> list[T
 
 def _run(rank: int, size: int, folder: Path, fault: Fault, options: Mapping[str, Any], barrier: Any, out: Any) -> None:
     torch.set_num_threads(1)
-    serving = Rank(rank, size, folder, fault, options)
+    if options.get("alone"):
+        multiprocessing.current_process().authkey = os.urandom(32)
+    serving = Rank(rank, size, folder, fault, {name: value for name, value in options.items() if name != "alone"})
     for number in range(1, FORWARDS + 1):
         # As the sums over all ranks within a forward: none is a forward ahead.
         barrier.wait(timeout=200)

@@ -10,11 +10,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("processes")]
 
 def phases(tmp_path: Any, model: str, dtype: str, *names: str, interval: int = 1) -> list[dict[str, Any]]:
     """What came of each phase of `agree_script`."""
-    own = {
-        "CANARY_RANKS_INTERVAL": str(interval),
-        "CANARY_CONTROL_DIR": str(tmp_path / "control"),
-        "CANARY_KEYS": "public",
-    }
+    own = {"CANARY_RANKS_INTERVAL": str(interval), "CANARY_CONTROL_DIR": str(tmp_path / "control")}
     served: list[dict[str, Any]] = told_by("agree_script", model, dtype, *names, plugins="vllm", **own)["phases"]
     return served
 

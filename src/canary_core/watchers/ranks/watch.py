@@ -255,9 +255,11 @@ class RankWatch:
             keys = {said.get("keys") for rank in ranks if (said := board.about(rank)) is not None}
             if board.group.kv is not None and len(keys) > 1:
                 reason = (
-                    "KV that several ranks hold is not compared: their fingerprints have other keys; they have the same"
+                    "KV that several ranks hold is not compared: their fingerprints have other keys, since they were "
+                    "not begun by one process through multiprocessing; with CANARY_KEY_FILE or CANARY_KEYS=public they "
+                    "have the same"
                 )
-                self._blind(f"{reason} with CANARY_KEY_FILE, or CANARY_KEYS=public", [])
+                self._blind(reason, [])
         elif absent and self.written >= BLIND:
             reason = f"of {board.group.size} ranks these have not come: they run on other machines, without Canary, or "
             self._blind(f"{reason}with other settings, or have ended", absent)
