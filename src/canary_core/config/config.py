@@ -151,8 +151,8 @@ class CanaryConfig(BaseSettings):
     )
     ranks_interval: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Forwards between two compared between the tensor-parallel ranks of one machine, where the plugin "
-        "can: batches, sampled tokens and common KV; 0: none. The ranks meet in a file of CANARY_CONTROL_DIR.",
+        description="Forwards between two compared between the tensor-parallel ranks of one machine, by the plugins of "
+        "vLLM and SGLang: batches, sampled tokens and KV that all hold; 0: none. They meet in CANARY_CONTROL_DIR.",
         json_schema_extra=unit("forwards"),
     )
     recompute: Annotated[
@@ -237,9 +237,9 @@ class CanaryConfig(BaseSettings):
     )
     keys: Literal["auto", "seeded", "public"] = Field(
         default="auto",
-        description="Keys of the fingerprints without CANARY_KEY_FILE. seeded: drawn by each process, so that nobody "
-        "knows which change of bytes would not be seen. public: the same everywhere, for engines that exchange "
-        "records. auto: public where the engine's plugin sends records to other engines, else seeded.",
+        description="Keys of the fingerprints without CANARY_KEY_FILE. seeded: drawn by each process, or with "
+        "CANARY_RANKS_INTERVAL for all ranks at once, and known to nobody else. public: the same everywhere, for engines "
+        "that exchange records. auto: public where the engine's plugin sends records to other engines, else seeded.",
     )
     key_file: str = Field(
         default="",

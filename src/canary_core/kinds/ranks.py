@@ -63,6 +63,8 @@ KIND = FindingKind(
         | `sampled` | tokens that were sampled |
         | `kv` | KV that several ranks hold, in `source`; if bit-equal before, in such forwards, under the same keys |
 
+        Not compared: KV of heads that one rank alone has, SGLang's slots, drafted tokens, and ranks of other machines.
+
         `detail` names the ranks, each with host, GPU and process; `odd_rank` is the one that alone differs from at
         least two others. Of two ranks nobody can say which is wrong. `found_value` is the engine's number of the
         forward, `step` that of the rank that tells. It is one finding until the ranks agree again.
