@@ -237,9 +237,9 @@ class CanaryConfig(BaseSettings):
     )
     keys: Literal["auto", "seeded", "public"] = Field(
         default="auto",
-        description="Keys of the fingerprints without CANARY_KEY_FILE. seeded: drawn by each process, or with "
-        "CANARY_RANKS_INTERVAL for all ranks at once, and known to nobody else. public: the same everywhere, for engines "
-        "that exchange records. auto: public where the engine's plugin sends records to other engines, else seeded.",
+        description="Keys of the fingerprints without CANARY_KEY_FILE. seeded: drawn by each process, or for all ranks "
+        "at once with CANARY_RANKS_INTERVAL, and known to nobody else. public: the same everywhere, for engines that "
+        "exchange records. auto: public where the engine's plugin sends records to other engines, else seeded.",
     )
     key_file: str = Field(
         default="",
