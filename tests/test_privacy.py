@@ -94,8 +94,9 @@ KV = {
     "READ_LENGTH",
     "TWO_WRITERS",
     "WEIGHTS",
+    "RANKS",
 }
-"""Kinds whose values are of KV, slots, lengths, indices or parameters."""
+"""Kinds whose values are of KV, slots, lengths, indices, parameters or forwards."""
 
 
 def told(texts: dict[str, str]) -> dict[str, bool]:

@@ -8,7 +8,8 @@ from canary_core.guard.reporting import budget
 from canary_core.verdict import MISLED, MISPLACED, SPOILED
 
 OF_NO_REQUEST = {
-    Kind.DOUBLE_FREE, Kind.DOUBLE_ALLOC, Kind.WRITE_AFTER_FREE, Kind.CACHE_STRUCTURE, Kind.EVICTED_IN_USE, Kind.WEIGHTS
+    Kind.DOUBLE_FREE, Kind.DOUBLE_ALLOC, Kind.WRITE_AFTER_FREE, Kind.CACHE_STRUCTURE, Kind.EVICTED_IN_USE, Kind.WEIGHTS,
+    Kind.RANKS,
 }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def damaged(*plugins: object, **settings: object) -> Guarded:
     return guarded
 
 
-def test_every_kind_is_judged_or_is_one_of_the_allocator_or_of_weights():
+def test_every_kind_is_judged_or_is_one_of_the_allocator_of_weights_or_of_ranks():
     """A new kind has to be put somewhere."""
     assert set(Kind) == SPOILED | MISPLACED | MISLED | OF_NO_REQUEST
     assert not SPOILED & MISPLACED

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from canary_core.watchers.audit.memory import tensors_of
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
+    from canary_core.watchers.ranks.group import RankGroup
     from canary_core.watchers.recompute import (
         AttentionError,
         LayerError,
@@ -103,6 +104,7 @@ __all__ = [
     "Placement",
     "PluginError",
     "PoolAdapter",
+    "RankGroup",
     "ReadLens",
     "ReadTable",
     "Recompute",
@@ -161,6 +163,7 @@ _WHEN_ASKED = {
     "recomputer": ("CachedRequest", "Computed", "Outline", "Recomputer", "Touch"),
     "verdict": ("Verdict",),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
+    "watchers.ranks.group": ("RankGroup",),
     "watchers.audit.memory": ("tensors_of",),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),

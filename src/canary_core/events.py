@@ -50,6 +50,9 @@ class Event:
     | weights_unwatched   | changes of some parameters, or of all, are not looked for, and why                     |
     | weights_guarded     | the parameters compared with ``CANARY_WEIGHTS``: how many, bytes, and what is left out |
     | weights_unguarded   | ``CANARY_WEIGHTS`` is on, and no byte of weights is compared: why                      |
+    | ranks_compared      | all ranks of a group are here, and every how many forwards they are compared           |
+    | ranks_blind         | ranks are not compared with others, or with none: why, and which                       |
+    | ranks_rounding      | KV that several ranks hold is not bit-equal: it is not compared in such forwards       |
     | weights_unsure      | weights changed, perhaps by an update untold by anybody; told at 1, 2, 4..: the names  |
     | paused              | somebody has paused the guard: forwards are not checked until resumed                  |
     | resumed             | the guard goes on; the slots of then are not judged until written again                |

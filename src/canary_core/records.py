@@ -217,11 +217,13 @@ class Kind(IntEnum):
     """A length given to attention is not the one that the forward's request has."""
     READ_TABLE = 22
     """The table given to attention names another slot than the engine's own table."""
-    ATTENTION = 23
+    RANKS = 23
+    """Ranks that must compute the same have not."""
+    ATTENTION = 24
     """A layer's attention computes something else than the model's configuration says."""
 
 
-PROBE = 24
+PROBE = 25
 """In the place of a `Kind`: no finding. The scrub compared a slot's bytes with a purposely wrong fingerprint, as proof
 to the host that a finding would be told."""
 
@@ -229,31 +231,31 @@ to the host that a finding would be told."""
 class Counter(IntEnum):
     """Index into the device's int64 counters. Indices below `FIRST` are the per-kind violation counts."""
 
-    FIRST = 25
-    ROWS = 25
+    FIRST = 26
+    ROWS = 26
     """Violation rows ever reserved in the ring (written or dropped)."""
-    DRAINED = 26
+    DRAINED = 27
     """Rows the host has taken; set by the host. A row is kept while ``ROWS - DRAINED < ring rows``."""
-    CHECKED_SLOTS = 27
+    CHECKED_SLOTS = 28
     """Slots whose mapping was checked."""
-    CHECKED_BYTES = 28
+    CHECKED_BYTES = 29
     """Bytes with a compared fingerprint: by read checks, scrub and on demand (`SlotEvents.check`)."""
-    RECORDED_SLOTS = 29
+    RECORDED_SLOTS = 30
     """Slots recorded after a forward. On the device each region has its own count, see `RECORDED`; the host adds them
     up."""
-    RECORDED_BYTES = 30
+    RECORDED_BYTES = 31
     """Bytes fingerprinted after a forward."""
-    UNKNOWN_SLOTS = 31
+    UNKNOWN_SLOTS = 32
     """Slots skipped by a check because their bytes arrived without records."""
-    UNSURE = 32
+    UNSURE = 33
     """Uncertain suspicions, e.g. bytes unchanged by a write of the same token; never reported."""
-    CHECKED_FORWARDS = 33
+    CHECKED_FORWARDS = 34
     """Forwards whose mapping check ran, counted by the check itself: the proof of life."""
-    SCRUBBED_SLOTS = 34
+    SCRUBBED_SLOTS = 35
     """Slots passed by the scrub in search of running requests: divided by the region's slots, the number of rounds."""
-    SAMPLED_TOKENS = 35
+    SAMPLED_TOKENS = 36
     """Tokens computed or read by a forward, and compared with the sampler's."""
-    UNFIT_ROWS = 36
+    UNFIT_ROWS = 37
     """Slots that came with records of another layout, or fingerprinted with other keys: not judged."""
 
 
@@ -302,7 +304,7 @@ class Cursor(IntEnum):
     """`SCRUB_WORDS` words, see `ScrubWord`: `SCRUB_NEXT`, copied by `check`."""
     SCRUB_NEXT = 16
     """The same for the next scrub: written by `scrub`, which need not run after each forward."""
-    PROBE = 24
+    PROBE = 25
     """Number of a source plus one, 0 for none: a probed scrub inverts all bits of that source's fingerprint of the
     first slot on its list, see `records.PROBE`. Set by the host."""
 

@@ -52,7 +52,7 @@ class Violation(Facts):
 _OF_NO_TOKEN = frozenset(
     {
         Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE, Kind.ARRIVAL, Kind.WRITE_SLOT, Kind.READ_TABLE, Kind.READ_LENGTH,
-        Kind.TWO_WRITERS, Kind.WEIGHTS,
+        Kind.TWO_WRITERS, Kind.WEIGHTS, Kind.RANKS,
     }
 )  # fmt: skip
-"""Kinds whose values are fingerprints of KV, slots, lengths or indices; others' are prefix hashes or tokens."""
+"""Kinds whose values are fingerprints, slots, lengths, indices or forwards; others' are prefix hashes or tokens."""

@@ -31,6 +31,7 @@ FINDINGS = st.builds(
     arrived=st.sampled_from([None, True]),
     identity=st.sampled_from([None, "LoRA adapter sql", "the weights of change 2"]),
     element=st.sampled_from([None, 0, 4096]),
+    odd_rank=st.sampled_from([None, 0, 3]),
     old=st.sampled_from([None, "1 (0x3f80)"]),
     new=st.sampled_from([None, "2 (0x4000)"]),
     stored_identity=st.sampled_from([None, "cache salt #0a1b2c3d"]),

@@ -48,6 +48,7 @@ VARIANTS = (
         "new": "-1 (0xbf80)",
         "detail": "[1, 6]",
     },
+    {**KNOWN, "odd_rank": 3, "detail": "rank 3 (host a, process 7) alone differs from ranks 0, 1 and 2 in its KV"},
     {**KNOWN, "request": "bob", "source": None, "page": None, "stored_position": 9},
 )
 

@@ -16,12 +16,7 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from canary_core.config.faults import readable_faults
 from canary_core.config.profiles import Profile, ProfileSource
@@ -154,6 +149,12 @@ class CanaryConfig(BaseSettings):
         description="The parameters of the model are compared with what they were, some after each forward, as many "
         "bytes as CANARY_SCRUB_BUDGET gives to slots, beside these. Takes 12 bytes for each 64 KiB of weights.",
     )
+    ranks_interval: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Forwards between two compared between the tensor-parallel ranks of one machine, by the plugins of "
+        "vLLM and SGLang: batches, sampled tokens and KV that all hold; 0: none. They meet in CANARY_CONTROL_DIR.",
+        json_schema_extra=unit("forwards"),
+    )
     recompute: Annotated[
         RecomputeShare, NoDecode, BeforeValidator(RecomputeShare.parse), PlainSerializer(str, return_type=str)
     ] = Field(
@@ -236,9 +237,9 @@ class CanaryConfig(BaseSettings):
     )
     keys: Literal["auto", "seeded", "public"] = Field(
         default="auto",
-        description="Keys of the fingerprints without CANARY_KEY_FILE. seeded: drawn by each process, so that nobody "
-        "knows which change of bytes would not be seen. public: the same everywhere, for engines that exchange "
-        "records. auto: public where the engine's plugin sends records to other engines, else seeded.",
+        description="Keys of the fingerprints without CANARY_KEY_FILE. seeded: drawn by each process, or for all ranks "
+        "at once with CANARY_RANKS_INTERVAL, and known to nobody else. public: the same everywhere, for engines that "
+        "exchange records. auto: public where the engine's plugin sends records to other engines, else seeded.",
     )
     key_file: str = Field(
         default="",
@@ -429,8 +430,7 @@ class CanaryConfig(BaseSettings):
 
     @classmethod
     def readable(cls) -> "CanaryConfig":
-        """Settings from the environment, with defaults in place of bad values: when nothing can start, the good ones
-        still say where to report."""
+        """Settings from the environment, with defaults for bad values: the good ones still say where to report."""
         defaults: dict[str, Any] = {}
         while True:
             try:

@@ -16,10 +16,11 @@ HUNT: dict[str, Any] = {
     "store_check": True,
     "weights": True,
     "hit_check": True,
+    "ranks_interval": 16,
     "read_interval": 1,
 }
 """Settings for earlier findings, at a price: reads compared, a busier scrub, sweeps, states every step, stores compared
-layer by layer, weights and prefix hits compared, counters read after every forward."""
+layer by layer, weights, prefix hits and ranks compared, counters read after every forward."""
 
 PROTECT: dict[str, Any] = {"hit_check": True, "read_interval": 1}
 """Values set by ``on_violation=protect``, unless given: what is shared is compared before, and told at once."""

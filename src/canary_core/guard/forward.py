@@ -55,6 +55,8 @@ class Forward:
         workspace = slots.workspace
         self._canary = canary
         self._sampled = canary.sampled
+        if recorder.ranks is not None:
+            self._sampled.heard = recorder.ranks.sampled
         self._switch = switch
         self._workspace = workspace
         self._audit = slots.audit
@@ -133,6 +135,8 @@ class Forward:
             self.view, self.last_view, self.given_up = view, view, False
             self.tokens_cut += tokens_cut(view)
             self._sampled.begin(view)
+            if recorder.ranks is not None:
+                recorder.ranks.begin(view, self.number)
             self._overlap = overlap
             self._compared = recorder.begin(view) if recorder.decides else []
             for name in view.tables:

@@ -45,6 +45,7 @@ class Reading:
             **found.audit.counts,
             **step.tables.stats(),
             **step.stores.stats(),
+            **(step.ranks.stats() if step.ranks is not None else {}),
             **(step.weights.stats() if step.weights is not None else {}),
             **{name: number for name, number in self.left_out().items() if number},
             **(found.repairs.stats() if found.repairs is not None else {}),

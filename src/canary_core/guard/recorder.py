@@ -8,12 +8,12 @@ from canary_core.guard.fingerprint_schedule import FingerprintSchedule
 from canary_core.guard.overhead import Overhead
 from canary_core.guard.scrub import Pace, Scrub
 from canary_core.ops.state import RegionState
-from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.watchers.stores import StoreCheck
 from canary_core.watchers.tables import TableCheck
 
 if TYPE_CHECKING:
+    from canary_core.watchers.ranks.watch import RankWatch
     from canary_core.watchers.weights import WeightWatch
 
 MOST_LATE_BYTES = 64 << 20
@@ -50,6 +50,8 @@ class Recorder:
         """The slow walk over all slots."""
         self.weights = _weights(workspace, switch, self.scrub.pace)
         """Compares the model's parameters; None without ``CANARY_WEIGHTS``."""
+        self.ranks = _ranks(workspace, switch)
+        """Compares what this rank computes with what others do; None without ``CANARY_RANKS_INTERVAL``."""
         self.captured = False
         """Whether a CUDA graph contains Canary's work: its launches are always the same."""
         self.much = False
@@ -85,6 +87,8 @@ class Recorder:
 
     def close(self) -> None:
         """Canary is off."""
+        if self.ranks is not None:
+            self.ranks.close()
         if self.weights is not None:
             self.weights.close()
 
@@ -117,11 +121,15 @@ class Recorder:
                     state.forget_written()
                 self._backend.record(state, view, table)
             if table.checkpoints is not None:
+                from canary_core.ops.state_checkpoints import record_checkpoints
+
                 record_checkpoints(self._backend, state, view, table)
                 if beside and side is not None:
                     side.reads(table.checkpoints.slots, table.checkpoints.positions)
         if self.stores.on:
             self.stores.end(compared=not carried)
+        if self.ranks is not None:
+            self.ranks.recorded(view)
         # A forward has either a scrub or a comparison of tables, so that it has no launch more.
         if not self._tables.took_turn() or self.captured:
             self.scrub.run(self.captured)
@@ -149,3 +157,11 @@ def _weights(workspace: Workspace, switch: Switch, pace: Pace) -> "WeightWatch |
     from canary_core.watchers.weights import WeightWatch
 
     return WeightWatch(workspace, switch, pace)
+
+
+def _ranks(workspace: Workspace, switch: Switch) -> "RankWatch | None":
+    if not (workspace.config.ranks_interval and switch.enabled):
+        return None
+    from canary_core.watchers.ranks.watch import RankWatch
+
+    return RankWatch(workspace, switch)

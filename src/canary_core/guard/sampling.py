@@ -6,20 +6,16 @@ request goes on with a wrong one. Three such bugs of engines: the next tokens of
 draft was kept, a sequence length was one short after a verification.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView
-from canary_core.ops.state import RegionState
-from canary_core.region import RegionKind
+from canary_core.ops.state import RegionState, token_region
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
-
-KINDS = (RegionKind.FULL, RegionKind.WINDOW)
-"""Regions fit for the comparison, in order of preference: one slot for each token, written once."""
 
 
 class SampledTokens:
@@ -43,6 +39,8 @@ class SampledTokens:
         self._state: RegionState | None = None
         self.left_out = 0
         """Number of calls of `give` without anything to compare."""
+        self.heard: Callable[[BatchView, Tensor, Sequence[int]], object] | None = None
+        """Told of what is given, and for which forward."""
 
     @property
     def followed(self) -> bool:
@@ -55,7 +53,7 @@ class SampledTokens:
         if not self._switch.enabled:
             return False
         with self._switch.guard("sampled.follow"):
-            state = _compared(self._workspace.states)
+            state = token_region(self._workspace.states)
             if state is not None and not capturing(self._workspace.device):
                 state.follow_sampler()
                 self._state = state
@@ -89,6 +87,8 @@ class SampledTokens:
                 self.left_out += 1
                 return
             state.samples.give(tokens, tuple(without))
+            if self.heard is not None:
+                self.heard(view, tokens, without)
 
     def of(self, writers: Sequence[int]) -> Callable[[], list[list[int]] | None] | None:
         """Looks up what was sampled for ``writers``, as of what the last check took over; on the stream of the
@@ -122,12 +122,6 @@ class SampledTokens:
             # A record beside the forward may still read it.
             self._workspace.join()
             state.samples.forget()
-
-
-def _compared(states: Mapping[str, RegionState]) -> RegionState | None:
-    """The region whose forwards are compared with the sampler."""
-    fit = [s for s in states.values() if s.region.kind in KINDS and s.region.tokens_per_slot == 1]
-    return min(fit, key=lambda state: KINDS.index(state.region.kind), default=None)
 
 
 def _fits(tokens: Tensor, view: BatchView) -> bool:

@@ -71,8 +71,6 @@ class Step:
         self._slots = slots
         self._audit = slots.audit
         self._findings = findings
-        self._config = config
-        self._states = workspace.states
         self.tables = TableCheck(workspace, switch, config.table_interval)
         """Whether attention is given the slots in the engine's own tables."""
         findings.table_names = self.tables.names
@@ -85,6 +83,8 @@ class Step:
         findings.alarm.probe = self.scrub.probe
         self.weights = self._recorder.weights
         """Whether the model's parameters keep their bytes; None without ``CANARY_WEIGHTS``."""
+        self.ranks = self._recorder.ranks
+        """Whether ranks that must compute the same do; None without ``CANARY_RANKS_INTERVAL``."""
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         from canary_core.guard.pause import Pause
 
@@ -285,7 +285,7 @@ class Step:
 
     def require_place(self, view: BatchView) -> None:
         """Raises `AttachError` for a view that doesn't fit the guarded pool, see `canary_core.batch`."""
-        require_place(view, self._workspace.device, self._states.keys())
+        require_place(view, self._workspace.device, self._workspace.states.keys())
 
     def stored(self, layer: int, halves: Collection[str] | None = None, region: str | None = None) -> None:
         """Between `before` and `after`: the store of ``layer`` was issued on the current stream, of all its sources or
@@ -370,7 +370,7 @@ class Step:
                 return
             if self._reads_at.due(self.ends, self.scrub.pace.step()):
                 self.reader.read(forward.number)
-            interval = self._config.stats_interval
+            interval = self._workspace.config.stats_interval
             if interval and self.ends % interval == 0:
                 self._canary.tell_stats()
             self.overhead.step()
@@ -383,11 +383,11 @@ class Step:
         take other memory, with anything in its null slots."""
         if not self._switch.enabled:
             return
-        for name in self._states:
+        for name in self._workspace.states:
             self._slots.clear(name, None)
         with self._switch.guard("step.flushed"):
             self._workspace.join()
-            for state in self._states.values():
+            for state in self._workspace.states.values():
                 state.forget_nulls()
         self._listeners.flushed()
 

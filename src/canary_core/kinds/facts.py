@@ -14,7 +14,7 @@ class Facts:
     ``sources``. ``identity``: of the reading request, in words (`Identities`), where the content was computed for
     another one, ``stored_identity``. ``arrived``: the content was copied or loaded into the slot and written elsewhere.
     ``window``: the region is a sliding window's, with slots of its own. ``element``: of the parameter ``source``, its
-    number; the value was ``old`` and is ``new``, each with its bits.
+    number; the value was ``old`` and is ``new``, each with its bits. ``odd_rank`` alone differs from the other ranks.
     """
 
     kind: Kind
@@ -51,6 +51,7 @@ class Facts:
     element: int | None = None
     old: str | None = None
     new: str | None = None
+    odd_rank: int | None = None
 
     def words(self) -> dict[str, object]:
         """Parts of sentences by name, for `Sentence.text`. The part for an unknown request, slot or step says so or is
@@ -82,6 +83,7 @@ class Facts:
             "table": self.detail or "a table of the attention backend",
             "kept": counted("slot", self.stored_value, "another"),
             "off": self._off(),
+            "ranks": self.detail or "ranks of one engine differ in what they must compute alike",
             "parameter": f"parameter {self.source}" if self.source else "a parameter whose name is not known",
             "was": self.old or "another value",
             "is_now": self.new or "changed",

@@ -39,6 +39,7 @@ class Wrong(Enum):
     ALLOCATOR = "The allocator or the prefix cache made a mistake"
     CACHE = "The prefix cache contradicts itself"
     WEIGHTS = "A parameter of the model changed, and nobody updated it"
+    RANKS = "Ranks that must compute the same have not"
     RECOMPUTED = "KV is not what the model computes from the tokens"
     ARRIVAL = "KV comes back wrong from host memory, a disk, another engine"
 

@@ -25,7 +25,8 @@ _SECRET = os.urandom(32)
 @dataclass(frozen=True, slots=True)
 class FingerprintKeys:
     """Where the multipliers of `hashing` begin. ``kind``: ``public`` are the same everywhere, known to all; ``shared``
-    those of a secret, the same wherever the secret is; ``seeded`` are this process's own, new with each start.
+    those of a secret, the same wherever the secret is; ``seeded`` are this process's own, new with each start, or those
+    of all an engine's ranks, where these are compared (``CANARY_RANKS_INTERVAL``).
     ``of_words``, ``of_sources``, ``of_places``: int64 seeds of `hashing.keys`, `salts` and `weights`; not to be shown.
     """
 
@@ -90,7 +91,7 @@ class FingerprintKeys:
         elif config.keys == "public" or (config.keys == "auto" and config.exports):
             return PUBLIC
         else:
-            found = _drawn("seeded", _SECRET)
+            found = _drawn("seeded", _common_secret() if config.ranks_interval else _SECRET)
         _known[found.id] = found
         return found
 
@@ -125,6 +126,16 @@ def other_keys(what: str, number: int) -> Event:
         "CANARY_BYTES and CANARY_LAYERS"
     )
     return Event("other_keys", "warning", {"with": what, "number": number, "reason": reason})
+
+
+@cache
+def _common_secret() -> bytes:
+    """The same in all processes that `multiprocessing` began below one main process, as engines begin their ranks:
+    drawn there at its start, and handed down through pipes, in no file and no environment. As it is at the first call.
+    """
+    from multiprocessing import current_process
+
+    return bytes(current_process().authkey)
 
 
 @cache

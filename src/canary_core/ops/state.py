@@ -1,6 +1,6 @@
 """`RegionState`: all device memory kept for one region, allocated once; `Shared`: memory common to the regions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -241,3 +241,13 @@ def _judged_nulls(region: Region) -> int:
     if region.kind not in (RegionKind.FULL, RegionKind.WINDOW):
         return 0
     return len(region.null_range) if region.null_reads is None else region.null_reads
+
+
+TOKEN_KINDS = (RegionKind.FULL, RegionKind.WINDOW)
+"""Kinds of regions with one slot for each token, written once, in order of preference."""
+
+
+def token_region(states: Mapping[str, RegionState]) -> RegionState | None:
+    """The region in which forwards are compared token by token; None where there is none."""
+    fit = [s for s in states.values() if s.region.kind in TOKEN_KINDS and s.region.tokens_per_slot == 1]
+    return min(fit, key=lambda state: TOKEN_KINDS.index(state.region.kind), default=None)

@@ -116,6 +116,8 @@ class Session:
             self._listen(state)
             if self.model is None:
                 self.canary.sampled.follow()
+                if self.canary.step.ranks is not None:
+                    self.canary.step.ranks.join(ranks.group(runner))
             # Before the warm-up: what it tells of slots would end a wait for the compiler too early.
             self.lifetime = Lifetime(runner, self.canary, self.requests) if lifetime else None
             self._warm_up()
@@ -132,6 +134,8 @@ class Session:
     def forward(self, original: Callable[[], Any], batch: Any) -> Any:
         """Runs one forward of the engine. Raises `ViolationError` in raise mode."""
         # Without names it is the engine's own warm-up, or a graph is being captured, where no host code may run.
+        if batch.rids is not None and self.canary.step.ranks is not None:
+            self.canary.step.ranks.comes(not batches.speculates(batch))
         if batch.rids is None or not self.canary.enabled:
             return original()
         run = None

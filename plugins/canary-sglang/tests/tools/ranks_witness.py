@@ -102,6 +102,8 @@ def canary_violation(violation: Any) -> None:
 
 @hookimpl
 def canary_event(event: Any) -> None:
-    """Everything else."""
+    """Everything else; of the counts those of ranks that are compared."""
     if event.name != "stats":
         tell({"event": event.name, **event.fields})
+    elif counts := {name: count for name, count in event.fields.items() if name.startswith("ranks_")}:
+        tell({"compared": counts})

@@ -82,6 +82,8 @@ class Session:
             regions, config, writers=self.requests.writers, uncovered=pool.uncovered(), pool_tensors=pool.pool_tensors,
             warms_up=True,
         )  # fmt: skip
+        if self.canary.step.ranks is not None:
+            self.canary.step.ranks.join(runners.group(runner.vllm_config))
         self.groups = pool.groups
         """The guarded groups."""
         encoder = [group for group in self.groups if group.holds == "encoder"]
@@ -104,7 +106,8 @@ class Session:
         self._drafts = DraftForwards(self.canary, [g.region for g in self.groups if g.holds == "drafts"], drafted)
         self._patches = Patches(self.canary.guard)
         if len(self._tokens) < len(self.groups) and runners.drafter(runner) is not None:
-            self._patches.wrap(runners.drafter(runner), "propose", self._proposes)
+            run = self._drafts.run
+            self._patches.wrap(runners.drafter(runner), "propose", lambda f: lambda *a, **k: run(partial(f, *a, **k)))
         if origin is None and not runner.vllm_config.parallel_config.use_ubatching:
             # A connector may load into a layer that was stored; halves of a batch store one after the other.
             owners = {name: getattr(layer, "impl", None) for name, layer in runners.layers(runner).items()}
@@ -137,6 +140,8 @@ class Session:
         """``output`` of the scheduler has come to the worker, to be computed next."""
         if output is not self._given:
             self._given = output
+            if self.canary.step.ranks is not None:
+                self.canary.step.ranks.comes(not output.scheduled_spec_decode_tokens)
             self._computed += output.total_num_scheduled_tokens
             # States are rewritten by each forward, and say nothing of how many tokens it had.
             if self._tokens:
@@ -252,9 +257,6 @@ class Session:
                 v2 = isinstance(output, tuple)
                 given = sampled.of_v2(output[0], about) if v2 else sampled.of_v1(self.runner, output, about)
                 self.canary.sampled.give(*given)
-
-    def _proposes(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._drafts.run(partial(original, *args, **kwargs))
 
     def prepared(self, batch: Any, tables: tuple[tuple[Tensor, ...], Tensor]) -> None:
         """V2: ``batch`` and ``tables`` (block tables, slot mappings) are ready for attention."""

@@ -13,6 +13,8 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act=
 SLIDING, FULL = "sliding_attention", "full_attention"
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
+    # Of two ranks both hold its only KV head.
+    "llama_1_head": dict(LLAMA, num_key_value_heads=1),
     "llama_1": dict(LLAMA, num_hidden_layers=1),
     "mistral": dict(LLAMA, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=48),
     "gemma3": dict(

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from canary_core.desk.control.messages import CHANGES, MOST_REPLY_BYTES, Reply, Request
-from canary_core.desk.control.server import is_own
 from canary_core.errors import ControlError
 from canary_core.events import all_escaped, escaped
+from canary_core.runtime.own_folder import is_own
 
 ANSWER_S, CHANGE_S = 2.0, 5.0
 """Longest time for an engine's answer to a question, or to a command: its host may be busy."""

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from canary_core.desk.control.messages import MOST_REQUEST_BYTES, Reply, Request
 from canary_core.errors import ControlError
+from canary_core.runtime.own_folder import is_own
 from canary_core.runtime.watch import WATCH
 
 MOST_CLIENTS = 16
@@ -236,15 +237,6 @@ def _require_own_folder(folder: Path) -> None:
             f"the folder {str(folder)!r} of the control socket must be one that belongs to this user and that nobody "
             "else can write to; correct it (chmod 700), or name another in CANARY_CONTROL_DIR"
         )
-
-
-def is_own(folder: Path) -> bool:
-    """Whether ``folder`` is a directory of the present user, and nobody else can write to it."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _clear(path: Path) -> None:

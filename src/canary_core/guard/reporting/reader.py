@@ -36,6 +36,9 @@ class Reader:
             recorder.weights.report = findings.take
         self.late: list[Late] = []
         """Watchers that are read with the counters."""
+        if recorder.ranks is not None:
+            recorder.ranks.report, recorder.ranks.writers = findings.take, findings.writers
+            self.late.append(recorder.ranks)
         self.lookout: Lookout | None = None
         """Told that forwards go on."""
 

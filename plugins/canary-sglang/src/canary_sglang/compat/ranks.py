@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from canary_core import RankGroup
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRank:
@@ -30,6 +32,17 @@ def places(runner: Any) -> list[ReplicaRank]:
     stage = int(_parallel("tp_size") or size)
     share = stage // replicas
     return [ReplicaRank(rank % stage // share, rank // stage * share + rank % share) for rank in range(size)]
+
+
+def group(runner: Any) -> RankGroup:
+    """The tensor-parallel ranks that compute the same batches as the process of a `ModelRunner`: those of its replica
+    and pipeline stage. Each has an allocator of its own."""
+    own, model = place(runner), runner.model_config
+    size = int(_parallel("tp_size") or _world_size()) // int(_parallel("attn_dp_size") or 1)
+    latents = getattr(getattr(model, "attention_arch", None), "name", "") == "MLA"
+    heads = 1 if latents else int(model.get_total_num_kv_heads())
+    name = f"sglang {getattr(runner, 'dist_port', '')}, replica {own.replica}"
+    return RankGroup.of(name, own.rank, size, heads, slots=False)
 
 
 def world_rank() -> int:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from canary_core import RankGroup
+
 
 def groups(runner: Any) -> Sequence[Any]:
     """The KV cache groups, in the order of block tables."""
@@ -69,11 +71,6 @@ def encoder_lens(runner: Any) -> Any:
     return getattr(getattr(runner, "model_state", None), "encoder_seq_lens_gpu", kept)
 
 
-def encoder_refusal(runner: Any) -> str | None:
-    """Why K and V of an encoder's states can't be guarded, None for no reason."""
-    return "how many states a request of this runner has is not known" if encoder_lens(runner) is None else None
-
-
 def drafter(runner: Any) -> Any:
     """The drafter, with or without a forward, None where there is none."""
     return getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
@@ -101,6 +98,13 @@ def replica(vllm_config: Any) -> int:
     """The engine's index among data-parallel replicas."""
     parallel = vllm_config.parallel_config
     return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+
+
+def group(vllm_config: Any) -> RankGroup:
+    """The tensor-parallel ranks of the process's pipeline stage: one scheduler gives them their batches."""
+    model, name = vllm_config.model_config, f"vllm {vllm_config.instance_id}, replica {replica(vllm_config)}"
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    return RankGroup.of(name, rank(vllm_config), vllm_config.parallel_config.tensor_parallel_size, heads)
 
 
 def served_model(vllm_config: Any) -> str:

@@ -106,8 +106,8 @@ class VLLMPool(PoolAdapter):
             reason = layers.states_refusal(spec, runners.drafted(self._runner))
         elif holds == "drafts":
             reason = runners.drafts_refusal(self._runner)
-        elif holds == "encoder":
-            reason = runners.encoder_refusal(self._runner)
+        elif holds == "encoder" and runners.encoder_lens(self._runner) is None:
+            reason = "how many states a request of this runner has is not known"
         if reason is not None:
             self._leave_out(names, reason)
             return None
