@@ -304,7 +304,7 @@ class Cursor(IntEnum):
     """`SCRUB_WORDS` words, see `ScrubWord`: `SCRUB_NEXT`, copied by `check`."""
     SCRUB_NEXT = 16
     """The same for the next scrub: written by `scrub`, which need not run after each forward."""
-    PROBE = 25
+    PROBE = 24
     """Number of a source plus one, 0 for none: a probed scrub inverts all bits of that source's fingerprint of the
     first slot on its list, see `records.PROBE`. Set by the host."""
 
