@@ -10,7 +10,7 @@ from engines.ranks import phase, serve, told
 pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
 
 R = random.Random("agree")
-NEW = 30
+NEW = 12
 
 
 def prompts(count: int = 2) -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 
 from tools.rank_flips import BROKEN_RANK, control
 
-DECODES = 12
+DECODES = 5
 """Decodes of a phase before the fault."""
 
 
