@@ -75,6 +75,7 @@ class RecomputePairs:
         self._ended = False
         self._asked: list[_Ask] = []
         self._waiting: list[_Ask] = []
+        self._unsent: list[str] = []
         self.answers: deque[Verification] = deque(maxlen=KEPT)
         """The last ones, oldest first."""
         canary.verifier = self
@@ -100,18 +101,28 @@ class RecomputePairs:
 
     def wanted(self) -> Sequence[str]:
         """Requests asked for since the last call, for the scheduler: with the next output of the runner."""
-        if not self._asked:
+        if not self._asked and not self._unsent:
             return ()
         with self._lock:
-            asked, self._asked = self._asked, []
-            for one in asked:
-                running = [name for name in self._running() if not is_internal(name)]
-                one.names = running if one.request is None else [one.request]
-            self._waiting = [one for one in (*self._waiting, *asked) if not one.finish()]
-        return list(dict.fromkeys(name for one in asked if not one.answer.done() for name in one.names))
+            self._take()
+            unsent, self._unsent = self._unsent, []
+        return list(dict.fromkeys(unsent))
 
-    def compare(self, pairs: Iterable[RecomputePair]) -> None:
+    def _take(self) -> None:
+        """Takes up what was asked for: what comes to be compared from now on may be the answer."""
+        asked, self._asked = self._asked, []
+        for one in asked:
+            running = [name for name in self._running() if not is_internal(name)]
+            one.names = running if one.request is None else [one.request]
+        self._waiting = [one for one in (*self._waiting, *asked) if not one.finish()]
+        self._unsent += [name for one in asked if not one.answer.done() for name in one.names]
+
+    def compare(self, pairs: Sequence[RecomputePair]) -> None:
         """After the forward that ``pairs`` came with, on its stream, before the next one."""
+        if pairs and self._asked:
+            # Of several ranks another one may have asked the scheduler.
+            with self._lock:
+                self._take()
         for pair in pairs:
             if pair.why is not None:
                 self._missed(pair, pair.why)

@@ -65,7 +65,7 @@ class Verifications:
 
     def begin(self, canaries: "Sequence[Canary]", request: str | None) -> dict[str, Any]:
         """Asks for ``request``, or (None) for all that run. The result has ``asked``, the number of engines asked, and
-        a ``ticket`` for `look`; with 0 engines ``why`` instead."""
+        a ``ticket`` for `look`, and their ``replicas``; with 0 engines ``why`` instead."""
         if len(self._asks) >= MOST_OPEN:
             raise CanaryError(
                 f"{len(self._asks)} verifications are asked for and not answered yet, and no more are taken; try again "
@@ -80,7 +80,8 @@ class Verifications:
             return {"asked": 0, "why": NOBODY}
         ticket = secrets.token_hex(8)
         self._asks[ticket] = _Ask(parts, list(parts), time.monotonic())
-        return {"asked": len(parts), "ticket": ticket}
+        replicas = sorted({f"{part.place['replica']} of {part.place['model']}" for part in parts})
+        return {"asked": len(parts), "ticket": ticket, "replicas": replicas}
 
     def look(self, canaries: "Sequence[Canary]", ticket: str, after: int) -> dict[str, Any]:
         """Answers behind the first ``after`` ones, as many as fit in a reply, with ``left`` behind these; ``pending``:

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,25 @@ def verify(paths: Sequence[Path], request: str | None, timeout_s: float) -> "dic
     if request is not None and not 0 < len(request) <= MOST_VALUE:
         raise ControlError(f"the name of a request has 1 to {MOST_VALUE} characters, got {len(request)}; see --request")
     given_up = threading.Event()
-    answers = client.at_once(paths, lambda path: _one(path, request, timeout_s, given_up), given_up.set)
+    deadline = time.monotonic() + timeout_s
+    asked = Request(command="verify", value=request)
+    begun = client.ask_all(paths, asked)
+    again = client.at_once(_ranks(begun), lambda path: client.ask(path, asked))
+
+    def one(path: Path) -> Verified:
+        mine = begun[path]
+        if isinstance(mine, ControlError):
+            raise mine
+        twice = again.get(path)
+        more = [str(twice["ticket"])] if isinstance(twice, dict) and twice["asked"] else []
+        return _one(path, mine, more, _Wait(request, timeout_s, deadline, given_up))
+
+    answers = client.at_once(paths, one, given_up.set)
     able = {path: one for path, one in answers.items() if not isinstance(one, Verified) or one.asked}
     if not able:
-        one = next(one for one in answers.values() if isinstance(one, Verified))
+        why = next(one.errors[0] for one in answers.values() if isinstance(one, Verified))
         processes = ", ".join(path.stem for path in paths)
-        raise ControlError(f"nothing can be verified in process {processes}: {one.errors[0]}")
+        raise ControlError(f"nothing can be verified in process {processes}: {why}")
     return able
 
 
@@ -51,9 +64,25 @@ def only_where_it_runs(answers: Iterable[Verified]) -> None:
             verified.answers = [one for one in verified.answers if one["tokens"]]
 
 
-def _one(path: Path, request: str | None, timeout_s: float, given_up: threading.Event) -> Verified:
-    deadline = time.monotonic() + timeout_s
-    begun = client.ask(path, Request(command="verify", value=request))
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    request: str | None
+    timeout_s: float
+    deadline: float
+    given_up: threading.Event
+
+
+def _ranks(begun: "Mapping[Path, client.Answer | ControlError]") -> list[Path]:
+    """Processes that share a replica. Only one of its ranks reaches the scheduler, and may have done so before the
+    others were asked: once all are, they are asked again."""
+    replicas = {
+        path: list(answer.get("replicas", ())) for path, answer in begun.items() if not isinstance(answer, ControlError)
+    }
+    every = [replica for listed in replicas.values() for replica in listed]
+    return [path for path, listed in replicas.items() if any(every.count(replica) > 1 for replica in listed)]
+
+
+def _one(path: Path, begun: client.Answer, more: Sequence[str], waits: _Wait) -> Verified:
     verified = Verified(int(begun["asked"]))
     if not verified.asked:
         verified.errors.append(str(begun["why"]))
@@ -63,9 +92,9 @@ def _one(path: Path, request: str | None, timeout_s: float, given_up: threading.
     told = 0
     try:
         while state["pending"] or state["left"]:
-            left = deadline - time.monotonic()
-            if (left <= 0 and not state["left"]) or given_up.is_set():
-                verified.errors.append(_late(path, request, timeout_s, state))
+            left = waits.deadline - time.monotonic()
+            if (left <= 0 and not state["left"]) or waits.given_up.is_set():
+                verified.errors.append(_late(path, waits, state))
                 break
             if not state["left"]:
                 time.sleep(min(wait, left))
@@ -74,7 +103,7 @@ def _one(path: Path, request: str | None, timeout_s: float, given_up: threading.
                 state = client.ask(path, Request(command="verified", value=ticket, after=told))
             except client.SilentError as silent:
                 # Its host may be at work on this very request.
-                if deadline < time.monotonic():
+                if waits.deadline < time.monotonic():
                     verified.errors.append(str(silent))
                     break
                 continue
@@ -83,8 +112,9 @@ def _one(path: Path, request: str | None, timeout_s: float, given_up: threading.
     except ControlError as error:
         verified.errors.append(f"{error} Nothing more was verified in process {path.stem}")
     finally:
-        with contextlib.suppress(ControlError):
-            client.ask(path, Request(command="forget", value=ticket))
+        for one in (ticket, *more):
+            with contextlib.suppress(ControlError):
+                client.ask(path, Request(command="forget", value=one))
     return verified
 
 
@@ -96,9 +126,9 @@ def _sort(told: Iterable[dict[str, Any]], verified: Verified, path: Path) -> Non
             verified.answers.append(one)
 
 
-def _late(path: Path, request: str | None, timeout_s: float, state: client.Answer) -> str:
-    what = "all that run" if request is None else f"request {request!r}"
-    late = f"process {path.stem} has not verified {what} within {timeout_s:g} s"
+def _late(path: Path, waits: _Wait, state: client.Answer) -> str:
+    what = "all that run" if waits.request is None else f"request {waits.request!r}"
+    late = f"process {path.stem} has not verified {what} within {waits.timeout_s:g} s"
     if not state["forwards"]:
         return f"{late}: it ran no forward meanwhile, and work is done between two; ask while the request runs"
     return (
