@@ -1,4 +1,4 @@
-"""`Verifications`: what clients of the control socket have asked this process's verifiers for, until it is answered."""
+"""`Verifications`: asks of the control socket's clients for verdicts on running requests, until answered."""
 
 import json
 import secrets
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 MOST_OPEN = 64
 """Asks of clients at a time."""
 LEASE_S = 30.0
-"""Longest time from one look of a client to the next: then the client has gone, and nothing is computed for it any
-more."""
+"""Longest time from one look of a client to the next. A later client counts as gone, and its ask is cancelled."""
 PAGE_BYTES = MOST_REPLY_BYTES // 4
-"""Bytes of answers in one reply, after which no more are begun: each character may take some when sent."""
+"""Bytes of answers in one reply; the last answer may go beyond."""
 
 NOBODY = (
     "no engine in it can compute a request again: either Canary is off, or this engine has no recomputer; "
@@ -34,7 +33,7 @@ ENDED = "the engine ended, or Canary was switched off in it, before it was verif
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """One engine's; a client that has gone keeps none alive. forwards: before the ask."""
+    """One engine's share of an ask, which keeps no Canary alive. forwards: before the ask."""
 
     canary: "ref[Canary]"
     place: dict[str, Any]
@@ -49,7 +48,7 @@ class _Part:
 
 
 @dataclass(slots=True, eq=False)
-class _Ask:
+class _Ticket:
     parts: list[_Part]
     open: list[_Part]
     looked: float
@@ -57,11 +56,11 @@ class _Ask:
 
 
 class Verifications:
-    """Hands requests of clients to the verifiers of Canaries, and keeps the answers for them. On the socket's thread:
-    never waits, computes nothing and touches no device; engines do the work once they come to it."""
+    """Hands requests of clients to the verifiers of Canaries, and keeps the answers. On the socket's thread: never
+    waits, computes nothing and touches no device. The work is done by engines, in a moment of their own choice."""
 
     def __init__(self) -> None:
-        self._asks: dict[str, _Ask] = {}
+        self._asks: dict[str, _Ticket] = {}
 
     def begin(self, canaries: "Sequence[Canary]", request: str | None) -> dict[str, Any]:
         """Asks for ``request``, or (None) for all that run. The result has ``asked``, the number of engines asked, and
@@ -79,7 +78,7 @@ class Verifications:
         if not parts:
             return {"asked": 0, "why": NOBODY}
         ticket = secrets.token_hex(8)
-        self._asks[ticket] = _Ask(parts, list(parts), time.monotonic())
+        self._asks[ticket] = _Ticket(parts, list(parts), time.monotonic())
         replicas = sorted({f"{part.place['replica']} of {part.place['model']}" for part in parts})
         return {"asked": len(parts), "ticket": ticket, "replicas": replicas}
 
@@ -112,14 +111,14 @@ class Verifications:
         }
 
     def forget(self, ticket: str) -> dict[str, Any]:
-        """Nobody waits for it any more."""
+        """Cancels the ask of a ticket."""
         ask = self._asks.pop(ticket, None)
         for part in ask.open if ask is not None else ():
             part.answer.cancel()
         return {"changed": int(ask is not None)}
 
     def sweep(self) -> None:
-        """Forgets those of clients that have gone."""
+        """Forgets the asks of clients that have gone."""
         late = time.monotonic() - LEASE_S
         for ticket in [ticket for ticket, ask in self._asks.items() if ask.looked < late]:
             self.forget(ticket)

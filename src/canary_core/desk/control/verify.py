@@ -18,8 +18,8 @@ FIRST_LOOK_S, LAST_LOOK_S = 0.05, 1.0
 
 @dataclass(slots=True)
 class Verified:
-    """What one process has answered: ``answers`` as `Verification.to_dict`, with model, replica and rank beside.
-    ``errors``: sentences about what is missing. asked: engines asked in it."""
+    """The answers of one process, as `Verification.to_dict` with model, replica and rank beside. errors: a sentence
+    about each missing answer. asked: number of engines asked there."""
 
     asked: int
     answers: list[client.Answer] = field(default_factory=list)
@@ -27,9 +27,8 @@ class Verified:
 
 
 def verify(paths: Sequence[Path], request: str | None, timeout_s: float) -> "dict[Path, Verified | ControlError]":
-    """Has ``request``, or (None) all that run, verified by each process, at the same time. Waits at most about
-    ``timeout_s`` seconds; then nothing more is computed for it. Raises `ControlError` where no process can verify
-    anything."""
+    """Has ``request``, or (None) all running requests, verified by each process, at the same time, within about
+    ``timeout_s`` seconds. Raises `ControlError` where no process can verify anything."""
     if request is not None and not 0 < len(request) <= MOST_VALUE:
         raise ControlError(f"the name of a request has 1 to {MOST_VALUE} characters, got {len(request)}; see --request")
     given_up = threading.Event()
@@ -56,8 +55,7 @@ def verify(paths: Sequence[Path], request: str | None, timeout_s: float) -> "dic
 
 
 def only_where_it_runs(answers: Iterable[Verified]) -> None:
-    """Of one request's ``answers`` leaves those of engines that have it, if any has: the others say no more than that
-    it does not run there."""
+    """Leaves the answers of engines with the request, if there are any: all others say "not running"."""
     listed = list(answers)
     if any(one["tokens"] for verified in listed for one in verified.answers):
         for verified in listed:
@@ -73,8 +71,8 @@ class _Wait:
 
 
 def _ranks(begun: "Mapping[Path, client.Answer | ControlError]") -> list[Path]:
-    """Processes that share a replica. Only one of its ranks reaches the scheduler, and may have done so before the
-    others were asked: once all are, they are asked again."""
+    """Processes of one replica, to be asked a second time: only one rank reaches the scheduler, perhaps before all
+    others were asked."""
     replicas = {
         path: list(answer.get("replicas", ())) for path, answer in begun.items() if not isinstance(answer, ControlError)
     }
