@@ -86,6 +86,10 @@ class RequestBlocks:
         """The request has ended."""
         self._lists.pop(request, None)
 
+    def names(self) -> list[str]:
+        """The requests with blocks. For any thread."""
+        return list(self._lists)
+
     def of(self, requests: Sequence[str], group: int) -> list[Sequence[int] | None]:
         """The requests' blocks in a group, None for an unknown request. Not to be written to."""
         return [self._lists[request][group] if request in self._lists else None for request in requests]

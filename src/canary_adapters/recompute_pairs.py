@@ -4,13 +4,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from canary_adapters.block_events import BlockGroup
-from canary_adapters.recompute_requests import LEAST_TOKENS, RecomputePair, slots_of
+from canary_adapters.recompute_requests import LEAST_TOKENS, RecomputePair, is_internal, slots_of
 from canary_core import CachedRequest, Canary, CanaryError, Computed, Verification
 from canary_core.ops.upload import upload
 
@@ -29,23 +29,53 @@ class _Begun:
     comparing: "Comparing"
 
 
+@dataclass(slots=True)
+class _Ask:
+    """names: the requests to answer for; set once an output of the runner takes them along."""
+
+    request: str | None
+    answer: "Future[list[Verification]]" = field(default_factory=Future)
+    names: Sequence[str] = ()
+    got: dict[str, Verification] = field(default_factory=dict)
+
+    def finish(self) -> bool:
+        """Gives the answer, unless some are missing. Whether nobody waits for it any more."""
+        if self.answer.cancelled():
+            return True
+        if any(name not in self.got for name in self.names):
+            return False
+        if self.answer.set_running_or_notify_cancel():
+            self.answer.set_result([self.got[name] for name in self.names])
+        return True
+
+
 class RecomputePairs:
     """Judges each `RecomputePair` that a worker is sent, within the memory of ``canary``. ``groups``: those of
-    attention, of which some may have no numbers. ``rounding``: see `RecomputeJudge`.
+    attention, of which some may have no numbers. ``rounding``: see `RecomputeJudge`. ``running``: names of all requests
+    with KV.
 
     Nothing waits for the device, unless somebody asked for the answer by `ask`: then all bytes are compared with
     their fingerprints, too.
     """
 
-    def __init__(self, canary: Canary, groups: Iterable[BlockGroup], rounding: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        canary: Canary,
+        groups: Iterable[BlockGroup],
+        rounding: Callable[[], float],
+        running: Callable[[], Sequence[str]],
+    ) -> None:
         self._canary = canary
         self._groups = list(groups)
         self._rounding = rounding
+        self._running = running
         self._judge: RecomputeJudge | None = None
         self._begun: deque[_Begun] = deque()
-        self._lock = threading.Lock()
-        self._wanted: list[str] = []
-        self._waiting: dict[str, list[Future[list[Verification]]]] = {}
+        self._lock = threading.RLock()
+        self._ended = False
+        self._asked: list[_Ask] = []
+        self._waiting: list[_Ask] = []
+        self._unsent: list[str] = []
         self.answers: deque[Verification] = deque(maxlen=KEPT)
         """The last ones, oldest first."""
         canary.verifier = self
@@ -60,27 +90,39 @@ class RecomputePairs:
         return self._judge
 
     def ask(self, request: str | None = None) -> "Future[list[Verification]]":
-        """Asks for a running request, from any thread. The answer comes some steps later, in a running engine. For all
-        at once (None) there is a `CanaryError`."""
-        answer: Future[list[Verification]] = Future()
-        if request is None:
-            answer.set_exception(CanaryError("this engine computes one request at a time again: name it"))
-            return answer
+        """Asks for a running request, or (None) for all that run, from any thread. The answer comes some steps later,
+        in a running engine."""
+        ask = _Ask(request)
         with self._lock:
-            self._waiting.setdefault(request, []).append(answer)
-            self._wanted.append(request)
-        return answer
+            self._asked.append(ask)
+        if self._ended:
+            self.close()
+        return ask.answer
 
     def wanted(self) -> Sequence[str]:
-        """Requests asked for since the last call, for the scheduler."""
-        if not self._wanted:
+        """Requests asked for since the last call, for the scheduler: with the next output of the runner."""
+        if not self._asked and not self._unsent:
             return ()
         with self._lock:
-            wanted, self._wanted = self._wanted, []
-        return wanted
+            self._take()
+            unsent, self._unsent = self._unsent, []
+        return list(dict.fromkeys(unsent))
 
-    def compare(self, pairs: Iterable[RecomputePair]) -> None:
+    def _take(self) -> None:
+        """Takes up what was asked for: what comes to be compared from now on may be the answer."""
+        asked, self._asked = self._asked, []
+        for one in asked:
+            running = [name for name in self._running() if not is_internal(name)]
+            one.names = running if one.request is None else [one.request]
+        self._waiting = [one for one in (*self._waiting, *asked) if not one.finish()]
+        self._unsent += [name for one in asked if not one.answer.done() for name in one.names]
+
+    def compare(self, pairs: Sequence[RecomputePair]) -> None:
         """After the forward that ``pairs`` came with, on its stream, before the next one."""
+        if pairs and self._asked:
+            # Of several ranks another one may have asked the scheduler.
+            with self._lock:
+                self._take()
         for pair in pairs:
             if pair.why is not None:
                 self._missed(pair, pair.why)
@@ -105,11 +147,12 @@ class RecomputePairs:
     def close(self) -> None:
         """Nothing is answered any more."""
         self._begun.clear()
+        self._ended = True
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for answers in waiting.values():
-            for answer in answers:
-                answer.set_exception(CanaryError("the engine ended, or Canary was switched off"))
+            waiting, self._waiting, self._asked = [*self._waiting, *self._asked], [], []
+        for one in waiting:
+            if one.answer.set_running_or_notify_cancel():
+                one.answer.set_exception(CanaryError("the engine ended, or Canary was switched off"))
 
     def _missed(self, pair: RecomputePair, why: str) -> None:
         if pair.asked:
@@ -121,9 +164,10 @@ class RecomputePairs:
     def _answer(self, answer: Verification) -> None:
         self.answers.append(answer)
         with self._lock:
-            waiting = self._waiting.pop(answer.request, ())
-        for one in waiting:
-            one.set_result([answer])
+            for one in self._waiting:
+                if answer.request in one.names:
+                    one.got[answer.request] = answer
+            self._waiting = [one for one in self._waiting if not one.finish()]
 
     def _cached(self, pair: RecomputePair) -> CachedRequest:
         slots = {group.region: self._slots(group, pair.held[group.number], pair.tokens) for group in self._groups}

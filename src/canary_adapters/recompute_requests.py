@@ -148,8 +148,10 @@ class Recomputes:
         """Internal requests that the engine may still know."""
 
     def want(self, request: str) -> None:
-        """A caller asks for ``request``."""
-        self._wanted.append(request)
+        """A caller asks for ``request``; one computation answers all that ask meanwhile."""
+        one = self._one
+        if request not in self._wanted and not (one is not None and one.asked and one.target.name == request):
+            self._wanted.append(request)
 
     def before(self) -> None:
         """The scheduler is about to make a batch."""
@@ -191,9 +193,13 @@ class Recomputes:
         missed, self._missed = self._missed, []
         return missed
 
-    def stop(self) -> None:
-        """Nothing is chosen or asked for any more."""
-        self._share, self._one = 0.0, None
+    def stop(self, why: str) -> None:
+        """Nothing is chosen any more; whoever has asked is told ``why``."""
+        one, self._one = self._one, None
+        if one is not None and one.asked:
+            self.want(one.target.name)
+        self._missed += [RecomputePair(request, why=why, asked=True) for request in self._wanted]
+        self._share = 0.0
         self._wanted.clear()
 
     def close(self) -> None:

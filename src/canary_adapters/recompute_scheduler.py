@@ -25,8 +25,12 @@ MOST_OF_FREE = 2
 
 
 class SchedulerRequests(InternalRequests):
-    """Follows ``schedule`` and ``update_from_output`` of ``scheduler``, and ``cache_blocks`` of the manager, until
-    `close`. Outputs and blocks of internal requests reach neither clients nor the prefix cache.
+    """Has requests of ``scheduler`` computed again, until `close`. Give each output of the scheduler to `note`, and
+    each one of a runner to `hear`.
+
+    Wraps ``schedule`` and ``update_from_output`` of ``scheduler``, and ``cache_blocks`` of the manager: from the start
+    with a ``share``, else once somebody asks. Outputs and blocks of internal requests reach neither clients nor the
+    prefix cache.
 
     ``make``: makes a request of a name, with the first tokens of another request. ``why_not``: why a request can't be
     computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
@@ -46,14 +50,28 @@ class SchedulerRequests(InternalRequests):
         self._touched = TouchedRequests()
         self._recomputes = Recomputes(self, self._touched, share)
         self._patches = Patches()
-        self._patches.wrap(scheduler, "schedule", self._schedules)
-        self._patches.wrap(scheduler, "update_from_output", self._updates)
-        self._patches.wrap(self._manager.coordinator, "cache_blocks", self._caches)
+        if share:
+            self._wrap()
 
     def close(self) -> None:
         """Restores the scheduler, without an internal request."""
         self._recomputes.close()
         self._patches.undo()
+
+    def note(self, output: Any) -> None:
+        """The scheduler has made ``output``: takes in the requests that begin in the middle, or again. All that must be
+        known before anybody asks."""
+        with self._sheltered():
+            self._note(output)
+
+    def hear(self, made: Any) -> None:
+        """A runner has made an output, with requests that somebody asks for."""
+        wanted = getattr(made, WANTED, ())
+        if wanted:
+            with self._sheltered():
+                self._wrap()
+                for request in wanted:
+                    self._recomputes.want(request)
 
     def running(self) -> Sequence[Running]:
         """See `InternalRequests`."""
@@ -99,6 +117,12 @@ class SchedulerRequests(InternalRequests):
         """As an abort of a client."""
         self._abort(name)
 
+    def _wrap(self) -> None:
+        if not self._patches.done:
+            self._patches.wrap(self._scheduler, "schedule", self._schedules)
+            self._patches.wrap(self._scheduler, "update_from_output", self._updates)
+            self._patches.wrap(self._manager.coordinator, "cache_blocks", self._caches)
+
     def _schedules(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def schedule(*args: Any, **kwargs: Any) -> Any:
             with self._sheltered():
@@ -109,7 +133,6 @@ class SchedulerRequests(InternalRequests):
                     running.sort(key=lambda request: request.request_id in live)
             output = original(*args, **kwargs)
             with self._sheltered():
-                self._note(output)
                 pairs = self._recomputes.after(int(output.total_num_scheduled_tokens))
                 if pairs:
                     setattr(output, PAIRS, pairs)
@@ -118,10 +141,8 @@ class SchedulerRequests(InternalRequests):
         return schedule
 
     def _updates(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def update(output: Any, made: Any, *args: Any, **kwargs: Any) -> Any:
-            for request in getattr(made, WANTED, ()):
-                self._recomputes.want(request)
-            outputs = original(output, made, *args, **kwargs)
+        def update(*args: Any, **kwargs: Any) -> Any:
+            outputs = original(*args, **kwargs)
             if self._recomputes.live:
                 with self._sheltered():
                     _without(self._recomputes.live, outputs)
@@ -141,12 +162,11 @@ class SchedulerRequests(InternalRequests):
         try:
             yield
         except Exception as error:
-            self._recomputes.stop()
             reason = f"requests are not computed again: {type(error).__name__}: {error}"
+            self._recomputes.stop(reason)
             emit(Event("hooks_left_out", "error", {"reason": reason}))
 
     def _note(self, output: Any) -> None:
-        """Takes in the requests of a batch that begin in the middle, or again."""
         for name in output.finished_req_ids:
             self._touched.ended(name)
         begun = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]

@@ -4,7 +4,7 @@ import pytest
 from canary_vllm.hooks import HOOKS
 from vllm_on_cpu import guarded, verified
 
-from canary_core import Kind
+from canary_core import CanaryError, Kind, Touch
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
 QUIET = dict(read_check=0, scrub_budget="0", bytes="off")
@@ -83,3 +83,44 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(small):
         assert guard.trouble() == []
         assert small.pool.get_num_free_blocks() == len(small.pool.blocks) - 1
         assert small.scheduler.requests == {}
+
+
+def test_the_scheduler_has_its_own_methods_until_somebody_asks(small):
+    """But for ``schedule``, which is followed for the blocks. What came from a hit before is known all the same."""
+    prompt = verified.prompt("followed")
+    with guarded.guard(small, **QUIET):
+        scheduler, coordinator = small.scheduler, small.scheduler.kv_cache_manager.coordinator
+        verified.begin(small, 2, {"first": prompt})
+        verified.begin(small, 2, {"second": prompt})
+        assert "update_from_output" not in vars(scheduler)
+        assert "cache_blocks" not in vars(coordinator)
+        assert scheduler.schedule.__wrapped__ == type(scheduler).schedule.__get__(scheduler)
+        pairs = verified.compared()
+        answers = verified.verify(small, "first", "second")
+        assert {"schedule", "update_from_output"} <= vars(scheduler).keys()
+        assert "cache_blocks" in vars(coordinator)
+        verified.finish(small)
+        assert [answer.verdict for answer in answers] == ["same", "same"]
+        assert {pair.request: pair.touches for pair in pairs} == {"first": (), "second": (Touch("hit", 64),)}
+    assert not {"schedule", "update_from_output"} & vars(scheduler).keys()
+    assert "cache_blocks" not in vars(coordinator)
+
+
+def test_all_that_run_can_be_asked_for_at_once(small):
+    """With one computation for a request that several ask for; whoever has gone is not waited for."""
+    with guarded.guard(small, **QUIET):
+        (session,) = HOOKS.sessions
+        verified.begin(small, 2, {name: verified.prompt(name) for name in "abc"})
+        gone, named, unknown, everybody = map(session.recomputed.ask, ("a", "b", "nobody", None))
+        assert gone.cancel()
+        while not (named.done() and unknown.done() and everybody.done()):
+            assert small.step()
+        assert sorted(one.request for one in everybody.result()) == ["a", "b", "c"]
+        assert [one.request for one in named.result()] == ["b"]
+        assert [(one.verdict, "no KV" in one.reason) for one in unknown.result()] == [("unjudged", True)]
+        told = [answer.request for answer in session.recomputed.answers]
+        assert sorted(told) == ["a", "b", "c", "nobody"]
+        verified.finish(small)
+    after = session.recomputed.ask("a")
+    with pytest.raises(CanaryError, match="the engine ended"):
+        after.result(0)

@@ -362,7 +362,7 @@ class CanaryConfig(BaseSettings):
     control: Literal["off", "read", "write"] = Field(
         default="read",
         description="What canary ctl and canary top may do over the control socket of the process. off: there is none. "
-        "read: ask. write: also change mode and budget, pause and resume.",
+        "read: ask. write: also change mode and budget, pause, resume, verify.",
     )
     control_dir: str = Field(
         default="",

@@ -61,7 +61,7 @@ class Hooks:
             self._wrap(targets.WEIGHTS_END.name, self._weights_end)
         missing = targets.problems(targets.ROLL_CALL)
         if missing:
-            self._left_out("nobody looks whether all workers are guarded", missing)
+            self._left_out("nobody looks whether all workers are guarded, or asks for requests", missing)
         else:
             self._follow(f"{targets.ENGINE}._initialize_kv_caches", self._started)
             self._follow(f"{targets.SCHEDULER}.update_from_output", self._returned)
@@ -169,12 +169,15 @@ class Hooks:
                 emit(Event("quarantine_failed", "error", {"reason": f"{reason}, or are unguarded", "ranks": deaf}))
 
     def _returned(self, _: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        made = kwargs.get("model_runner_output", args[-1] if args else None)
+        internal = self._internal.get(id(scheduler))
+        if internal is not None:
+            internal.hear(made)
         # After an exception of ours no more are looked at.
         roll_call = self._roll_calls.pop(id(scheduler.vllm_config), None)
         if roll_call is not None:
             with self._sheltered("outputs are not looked at"):
                 given: Any = kwargs.get("scheduler_output", args[0] if args else None)
-                made = kwargs.get("model_runner_output", args[-1] if args else None)
                 roll_call.output(getattr(made, workers.ATTRIBUTE, None), int(given.total_num_scheduled_tokens))
                 self._roll_calls[id(scheduler.vllm_config)] = roll_call
 
@@ -238,8 +241,9 @@ class Hooks:
         if self._config is None:
             return
         try:
-            self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
-            self._internal[id(scheduler)] = recompute.follow(scheduler, self._config.recompute.share)
+            recorder = self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
+            internal = self._internal[id(scheduler)] = recompute.follow(scheduler, self._config.recompute.share)
+            recorder.told.append(internal.note)
             if self._config.recompute.verdicts:
                 reason = f"vLLM's scheduler needs a share such as 1%, CANARY_RECOMPUTE is {self._config.recompute}"
                 emit(Event("recompute_off", "warning", {"reason": reason}))

@@ -115,7 +115,7 @@ class Session:
             follow_stores(self._patches, self.canary, "do_kv_cache_update", owners, given)
         model = runner.vllm_config.model_config
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
-        self.recomputed = RecomputePairs(self.canary, self._tokens, rounding)
+        self.recomputed = RecomputePairs(self.canary, self._tokens, rounding, self.requests.blocks.names)
         self.weights = Weights(self.canary, runner, self._patches, self._reloaded)
         quantized = runners.quantized(runner)
         self._scales = WatchedScales(self.canary, quantized, runners.SCALES) if quantized else None

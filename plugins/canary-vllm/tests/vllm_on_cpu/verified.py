@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from canary_vllm.hooks import HOOKS
 
+from canary_adapters import RecomputePair
 from canary_core import Patches, Verification
 from vllm_on_cpu import models
 from vllm_on_cpu.engine import SmallEngine
@@ -61,6 +62,14 @@ def verify(small: SmallEngine, *names: str) -> list[Verification]:
     while not all(one.done() for one in asked):
         assert small.step(), "nothing runs, and nothing is answered"
     return [answer for one in asked for answer in one.result()]
+
+
+def compared() -> list[RecomputePair]:
+    """All that the worker is sent to compare from now on."""
+    (session,) = HOOKS.sessions
+    sent: list[RecomputePair] = []
+    Patches().follow(session.recomputed, "compare", lambda _, pairs: sent.extend(pairs))
+    return sent
 
 
 def begin(small: SmallEngine, decoded: int, prompts: Mapping[str, Sequence[int]], **more: Any) -> None:

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from canary_core.desk.cli import control_screen
+from canary_core.desk.cli import control_screen, verify_screen
 from canary_core.desk.cli.common import AsJson, load_config, print_json, refusal
 from canary_core.desk.control import client
+from canary_core.desk.control import verify as verifying
 from canary_core.desk.control.messages import Command, Request
 from canary_core.errors import CanaryError, ControlError
 
@@ -86,6 +87,28 @@ def ack(
     """Acknowledge a known incident: from now on those of its signature notify nobody and stop nothing, until the engine
     ends; CANARY_SUPPRESSIONS does so for good."""
     _change("ack", signature, pid, as_json)
+
+
+@app.command("verify")
+def verify(
+    request: Annotated[str | None, typer.Option("--request", metavar="ID", help="A running request.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All that run, in each engine.")] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, metavar="S", help="Longest wait, in seconds.")
+    ] = 60.0,
+    pid: Pid = None,
+    as_json: AsJson = False,
+) -> None:
+    """Is the KV of running requests what the model computes? The engine computes it a second time, between forwards or
+    beside them, and compares: see docs/verify.md. Exit code 1 if the KV of a request differs; else 2 if no request got
+    a verdict, or an engine did not answer."""
+    try:
+        if every == (request is not None):
+            raise ControlError("name a request with --request ID, or have all that run verified with --all")
+        answers = verifying.verify(_sockets(pid), request, timeout_s)
+    except CanaryError as error:
+        raise refusal(error) from error
+    verify_screen.show(answers, request, as_json)
 
 
 def top(

@@ -4,10 +4,10 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -20,6 +20,11 @@ ANSWER_S, CHANGE_S = 2.0, 5.0
 """Longest time for an engine's answer to a question, or to a command: its host may be busy."""
 
 Answer = dict[str, Any]
+Result = TypeVar("Result")
+
+
+class SilentError(ControlError):
+    """Somebody listens, and does not answer in time."""
 
 
 def ask(path: Path, request: Request) -> Answer:
@@ -35,7 +40,7 @@ def ask(path: Path, request: Request) -> Answer:
             line = _line(connection, deadline)
     except (TimeoutError, BlockingIOError) as error:
         # A full queue of connections says so at once: its process takes none up.
-        raise ControlError(_silent(path, request, patience_s)) from error
+        raise SilentError(_silent(path, request, patience_s)) from error
     except OSError as error:
         raise ControlError(f"nobody answers at {path} ({error}); has the engine ended?") from error
     try:
@@ -52,14 +57,27 @@ def ask_all(paths: Sequence[Path], request: Request) -> "dict[Path, Answer | Con
     """The result of ``request``, or why there is none, of each engine, asked at the same time: one that does not answer
     keeps no other one's answer back."""
 
-    def one(path: Path) -> "Answer | ControlError":
+    return at_once(paths, lambda path: ask(path, request))
+
+
+def at_once(
+    paths: Sequence[Path], one: Callable[[Path], Result], given_up: Callable[[], None] | None = None
+) -> "dict[Path, Result | ControlError]":
+    """``one`` for each path at the same time, or its `ControlError`. ``given_up``: called at Ctrl-C, for all to end."""
+
+    def given(path: Path) -> "Result | ControlError":
         try:
-            return ask(path, request)
+            return one(path)
         except ControlError as error:
             return error
 
     with ThreadPoolExecutor(max(len(paths), 1)) as pool:
-        return dict(zip(paths, pool.map(one, paths), strict=True))
+        try:
+            return dict(zip(paths, pool.map(given, paths), strict=True))
+        except KeyboardInterrupt:
+            if given_up is not None:
+                given_up()
+            raise
 
 
 def found(folder: Path, pid: int | None = None) -> list[Path]:

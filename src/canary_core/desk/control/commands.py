@@ -13,6 +13,7 @@ import torch
 from canary_core.config import CanaryConfig, ScrubBudget
 from canary_core.config.shown import settings
 from canary_core.desk.control.messages import CHANGES, MOST_REPLY_BYTES, Reply, Request
+from canary_core.desk.control.verifications import Verifications
 from canary_core.desk.incidents.circumstances import PRIVATE
 from canary_core.desk.incidents.suppressions import acknowledge
 from canary_core.desk.metrics.readings import Readings, age_s
@@ -35,24 +36,26 @@ class Commands:
     def __init__(self, readings: Readings, writable: bool) -> None:
         self._readings = readings
         self.writable = writable
+        self._verifications = Verifications()
         self._started = time.time()
 
     def answer(self, request: Request) -> Reply:
         """Never raises."""
         if request.command in CHANGES and not self.writable:
             return Reply(
-                error=f"{request.command} changes something, and this socket only answers questions; start the engine "
+                error=f"{request.command} acts on the engine, and this socket only answers questions; start the engine "
                 "with CANARY_CONTROL=write"
             )
+        self._verifications.sweep()
         canaries = self._readings.running()
         try:
-            return Reply(result=_COMMANDS[request.command](self, canaries, request.value))
+            return Reply(result=_COMMANDS[request.command](self, canaries, request))
         except CanaryError as error:
             return Reply(error=str(error))
         except Exception as error:  # what the engine's thread is just changing
             return Reply(error=f"{request.command} failed ({type(error).__name__}: {error}); try again")
 
-    def _status(self, canaries: "Sequence[Canary]", value: str | None) -> dict[str, Any]:
+    def _status(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
             "host": platform.node(),
@@ -62,7 +65,7 @@ class Commands:
             "canaries": [status(canary) for canary in canaries],
         }
 
-    def _dump(self, canaries: "Sequence[Canary]", value: str | None) -> dict[str, Any]:
+    def _dump(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
         told = sorted((one for canary in canaries for one in canary.recent_events), key=lambda one: one[0])
         events, size = [], 0
         for when, event in reversed(told):
@@ -72,34 +75,44 @@ class Commands:
                 events.pop()
                 break
         return {
-            **self._status(canaries, None),
+            **self._status(canaries, request),
             "versions": _versions(),
             "settings": _settings(canaries[0].config) if canaries else {},
             "coverage": [canary.coverage.event().fields for canary in canaries[:16]],
             "events": events[::-1],
         }
 
-    def _mode(self, canaries: "Sequence[Canary]", value: str | None) -> dict[str, Any]:
-        mode = _MODES.get(value or "")
+    def _mode(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
+        mode = _MODES.get(request.value or "")
         if mode is None:
             raise CanaryError(
-                f"mode must be log or raise, got {value!r}; to let the engine run unchecked for a while, use pause"
+                f"mode must be log or raise, got {request.value!r}; to let the engine run unchecked for a while, use "
+                "pause"
             )
         return self._each(canaries, lambda canary: canary.set_mode(mode))
 
-    def _budget(self, canaries: "Sequence[Canary]", value: str | None) -> dict[str, Any]:
-        budget = ScrubBudget.parse(value)
+    def _budget(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
+        budget = ScrubBudget.parse(request.value)
         return self._each(canaries, lambda canary: canary.set_budget(budget))
 
-    def _pause(self, canaries: "Sequence[Canary]", value: str | None) -> dict[str, Any]:
+    def _pause(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
         return self._each(canaries, lambda canary: canary.step.pause())
 
-    def _resume(self, canaries: "Sequence[Canary]", value: str | None) -> dict[str, Any]:
+    def _resume(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
         return self._each(canaries, lambda canary: canary.step.resume())
 
-    def _ack(self, canaries: "Sequence[Canary]", value: str | None) -> dict[str, Any]:
-        acknowledge(value or "")
+    def _ack(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
+        acknowledge(request.value or "")
         return {"changed": len(canaries)}
+
+    def _verify(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
+        return self._verifications.begin(canaries, request.value)
+
+    def _verified(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
+        return self._verifications.look(canaries, request.value or "", request.after)
+
+    def _forget(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
+        return self._verifications.forget(request.value or "")
 
     def _each(self, canaries: "Sequence[Canary]", change: "Callable[[Canary], None]") -> dict[str, Any]:
         """Changes all of them; after a refusal, only those before; raises the first refusal."""
@@ -110,7 +123,7 @@ class Commands:
         return {"changed": len(canaries)}
 
 
-_COMMANDS: "dict[str, Callable[[Commands, Sequence[Canary], str | None], dict[str, Any]]]" = {
+_COMMANDS: "dict[str, Callable[[Commands, Sequence[Canary], Request], dict[str, Any]]]" = {
     "status": Commands._status,
     "dump": Commands._dump,
     "mode": Commands._mode,
@@ -118,6 +131,9 @@ _COMMANDS: "dict[str, Callable[[Commands, Sequence[Canary], str | None], dict[st
     "pause": Commands._pause,
     "resume": Commands._resume,
     "ack": Commands._ack,
+    "verify": Commands._verify,
+    "verified": Commands._verified,
+    "forget": Commands._forget,
 }
 
 

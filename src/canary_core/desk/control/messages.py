@@ -12,18 +12,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 MOST_REQUEST_BYTES = 4096
 MOST_REPLY_BYTES = 1 << 20
 
-Command = Literal["status", "dump", "mode", "budget", "pause", "resume", "ack"]
-CHANGES: frozenset[Command] = frozenset({"mode", "budget", "pause", "resume", "ack"})
-"""Commands that change something: refused unless ``CANARY_CONTROL=write``."""
+MOST_VALUE = 512
+"""Characters of a value: names of requests are the longest."""
+
+Command = Literal["status", "dump", "mode", "budget", "pause", "resume", "ack", "verify", "verified", "forget"]
+CHANGES: frozenset[Command] = frozenset({"mode", "budget", "pause", "resume", "ack", "verify"})
+"""Commands that act on the engine: refused unless ``CANARY_CONTROL=write``. A verification changes nothing, but the
+engine computes, beside or between the forwards of its users."""
 
 
 class Request(BaseModel):
-    """One question. ``value``: the new value for `mode` and `budget`, a signature for ``ack``; else None."""
+    """One question. ``value``: the new value for `mode` and `budget`, a signature for ``ack``, a request for ``verify``
+    (None: all that run), its ticket for ``verified`` and ``forget``; else None. ``after``: for ``verified``, the number
+    of answers that the client has."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     command: Command
-    value: str | None = Field(default=None, max_length=256)
+    value: str | None = Field(default=None, max_length=MOST_VALUE)
+    after: int = Field(default=0, ge=0)
 
     @classmethod
     def parse(cls, line: bytes) -> "Request":
@@ -40,7 +47,7 @@ class Request(BaseModel):
 
     def line(self) -> bytes:
         """The line on the socket."""
-        return self.model_dump_json(exclude_none=True).encode() + b"\n"
+        return self.model_dump_json(exclude_defaults=True).encode() + b"\n"
 
 
 class Reply(BaseModel):

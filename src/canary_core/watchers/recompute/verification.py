@@ -1,6 +1,6 @@
 """`Verification`: the answer for one request, with the figures of each layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol, get_args
@@ -56,6 +56,13 @@ class Verification:
             seen = replace(seen, median=_finite(seen.median), worst=_finite(seen.worst))
         return asdict(replace(self, layers=finite, attention=seen))
 
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Verification":
+        """From `to_dict`; other keys are passed over."""
+        fields = {name: plain[name] for name in cls.__slots__}
+        layers = [LayerError(**{**one, **_endless(one)}) for one in plain["layers"]]
+        return cls(**{**fields, "layers": layers})
+
     def table(self) -> str:
         """Lines of text for people: the verdict, then one line for each source."""
         head = f"{self.request}: {self.verdict}, {self.tokens} tokens"
@@ -80,6 +87,10 @@ class Verifier(Protocol):
     def ask(self, request: str | None = None) -> "Future[list[Verification]]":
         """Asks for the verification of one request, or (None) of all with KV in the cache, and does not wait. For any
         thread. The result may be a `CanaryError`."""
+
+
+def _endless(plain: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float("inf") for name in ("median", "worst") if plain[name] is None}
 
 
 def _finite(error: float) -> Any:

@@ -42,6 +42,8 @@ class BlockRecorder:
         self._answers: AnswerLists | None = lists
         self._request: str | None = None
         self._fresh: set[int] = set()
+        self.told: list[Callable[[Any], None]] = []
+        """Called with each output of the scheduler."""
         self._patches = Patches(self._guard)
         pool = self._manager.block_pool
         follow = self._patches.follow
@@ -79,6 +81,8 @@ class BlockRecorder:
                 setattr(output, messages.ANSWERS, parts)
         self._message = BlockMessage(self._message.number + 1, broken=self._message.broken)
         self._fresh.clear()
+        for told in self.told:
+            told(output)
 
     def close(self) -> None:
         """Restores the pool's functions."""
