@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 KEPT = 1024
 """Last answers."""
+ENDED = "the engine ended, or Canary was switched off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class RecomputePairs:
         self._judge: RecomputeJudge | None = None
         self._begun: deque[_Begun] = deque()
         self._lock = threading.Lock()
+        self._closed = False
         self._wanted: list[str] = []
         self._waiting: dict[str, list[Future[list[Verification]]]] = {}
         self.answers: deque[Verification] = deque(maxlen=KEPT)
@@ -67,8 +69,11 @@ class RecomputePairs:
             answer.set_exception(CanaryError("this engine computes one request at a time again: name it"))
             return answer
         with self._lock:
-            self._waiting.setdefault(request, []).append(answer)
-            self._wanted.append(request)
+            if self._closed:
+                answer.set_exception(CanaryError(ENDED))
+            else:
+                self._waiting.setdefault(request, []).append(answer)
+                self._wanted.append(request)
         return answer
 
     def wanted(self) -> Sequence[str]:
@@ -106,10 +111,10 @@ class RecomputePairs:
         """Nothing is answered any more."""
         self._begun.clear()
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
+            waiting, self._waiting, self._closed = self._waiting, {}, True
         for answers in waiting.values():
             for answer in answers:
-                answer.set_exception(CanaryError("the engine ended, or Canary was switched off"))
+                answer.set_exception(CanaryError(ENDED))
 
     def _missed(self, pair: RecomputePair, why: str) -> None:
         if pair.asked:
@@ -138,7 +143,9 @@ class RecomputePairs:
             for group in self._groups
         }
 
-    def _slots(self, group: BlockGroup, blocks: Sequence[int], tokens: int) -> torch.Tensor:
+    def _slots(self, group: BlockGroup, blocks: Sequence[int] | torch.Tensor, tokens: int) -> torch.Tensor:
+        if isinstance(blocks, torch.Tensor):
+            return self._canary.regions[group.region].slots_of(blocks[:tokens])
         return upload(slots_of(blocks, group.block, tokens), self._canary.device)
 
 
