@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 KEPT = 1024
 """Last answers."""
+ENDED = "the engine ended, or Canary was switched off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class RecomputePairs:
             waiting, self._waiting, self._asked = [*self._waiting, *self._asked], [], []
         for one in waiting:
             if one.answer.set_running_or_notify_cancel():
-                one.answer.set_exception(CanaryError("the engine ended, or Canary was switched off"))
+                one.answer.set_exception(CanaryError(ENDED))
 
     def _missed(self, pair: RecomputePair, why: str) -> None:
         if pair.asked:
@@ -182,7 +183,9 @@ class RecomputePairs:
             for group in self._groups
         }
 
-    def _slots(self, group: BlockGroup, blocks: Sequence[int], tokens: int) -> torch.Tensor:
+    def _slots(self, group: BlockGroup, blocks: Sequence[int] | torch.Tensor, tokens: int) -> torch.Tensor:
+        if isinstance(blocks, torch.Tensor):
+            return self._canary.regions[group.region].slots_of(blocks[:tokens])
         return upload(slots_of(blocks, group.block, tokens), self._canary.device)
 
 

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from canary_core import Touch
 
 PREFIX = "canary-recompute-"
@@ -23,8 +25,9 @@ EVERY = 4
 
 GONE = "it ended, or was preempted, before it was computed again"
 
-GroupBlocks = Sequence[Sequence[int]]
-"""A request's blocks, by group and by position; 0 and less for none."""
+GroupBlocks = Sequence[Sequence[int] | Tensor]
+"""A request's blocks, by group and by position; 0 and less for none. A tensor has slots, as the engine's tables number
+these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     class FakeSession(FakeStep):
         sweep = SimpleNamespace(before_batch=lambda scheduler: None)
         hits = SimpleNamespace(notice=lambda batch: None)
-        lifetime = None
+        lifetime = recompute = None
         sampled = SimpleNamespace(answers=SimpleNamespace(begin=lambda: None, issued=lambda result: None))
         unguarded = SimpleNamespace(computed=lambda tokens: None)
 

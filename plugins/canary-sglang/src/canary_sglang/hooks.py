@@ -179,7 +179,12 @@ class Hooks:
                 self._begin_batch(self._config, scheduler, batch)
                 for session in self.sessions:
                     tokens[session] = schedulers.computed_tokens(scheduler, batch, session.model is not None)
-        result = original(scheduler, *args, **kwargs)
+        served = self.session
+        if served is None or served.recompute is None:
+            result = original(scheduler, *args, **kwargs)
+        else:
+            with served.recompute.made(scheduler, batch, tokens.get(served, 0)):
+                result = original(scheduler, *args, **kwargs)
         for session in self.sessions:
             # Here the current stream is the scheduler's. With the overlap scheduler it is not that of the forwards, and
             # the scheduler writes to the tables of the next batch on it while this batch runs.
@@ -230,10 +235,14 @@ class Hooks:
             self._roll_call.require()
         if self._quarantine is not None:
             self._quarantine.turn(scheduler)
+        if self.session is not None and self.session.recompute is not None:
+            self.session.recompute.turn(scheduler)
 
     def _idle(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         for session in self.sessions:
             session.canary.step.idle()
+        if self.session is not None and self.session.recompute is not None:
+            self.session.recompute.idle(scheduler)
 
     def _loop(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         # The engine has started: no request has come yet.

@@ -28,6 +28,7 @@ from canary_core import (
     hook_manager,
     report_unguarded,
 )
+from canary_sglang.actions.recompute import SchedulerRecompute
 from canary_sglang.allocator.lifetime import Lifetime
 from canary_sglang.batches.draft import DraftBatches
 from canary_sglang.batches.forward import ForwardBatches
@@ -107,6 +108,7 @@ class Session:
         self.weights = WeightLoads(self.canary, runner.model) if adapters else None
         self.sampled = SampledRows(self.canary, self.requests)
         # A draft model's steps have lists of their own.
+        self.recompute = None if self.model else SchedulerRecompute(self.canary, runner, self._paged)
         self._given = None if self.model else GivenTables(runner, self.canary, self._paged, self.requests, state)
         # What a verification has stored may be moved, or be a draft's, before it is recorded.
         speculates = self.model is not None or runners.speculates(runner)
@@ -213,6 +215,8 @@ class Session:
 
     def close(self) -> None:
         """Ends the session. The last findings are reported, and no `ViolationError` is raised."""
+        if self.recompute is not None:
+            self.recompute.close()
         if self._given is not None:
             self._given.close()
         if self._stores is not None:

@@ -38,6 +38,7 @@ from tools import (
     odd_requests,
     padding,
     parked_flips,
+    recomputes,
     slot_lives,
     stale_tables,
     storms,
@@ -306,6 +307,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         token_faults.mix_up,
         token_faults.mix_up_overlapped,
         slot_lives.slot_lives,
+        recomputes.recompute_traffic,
+        recomputes.recompute_overlapped,
+        recomputes.recompute_broken,
+        recomputes.recompute_aborted,
         beside,
         uninstall,
     )

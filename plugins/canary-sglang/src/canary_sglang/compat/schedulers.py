@@ -1,5 +1,6 @@
 """`Scheduler` and its requests."""
 
+import contextlib
 import http
 from collections.abc import Iterator
 from typing import Any
@@ -184,3 +185,71 @@ def corrupted(message: str) -> Any:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     return FINISH_ABORT(message, http.HTTPStatus.SERVICE_UNAVAILABLE, "KVCacheCorrupted")
+
+
+def recompute_refusal(scheduler: Any) -> str | None:
+    """Why no request of the engine can be computed again by an internal one, None where it can."""
+    args, cache = scheduler.server_args, scheduler.tree_cache
+    disaggregation = str(getattr(args, "disaggregation_mode", None) or "null")
+    ranks = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size")
+    if any((getattr(args, name, None) or 1) > 1 for name in ranks) or disaggregation != "null":
+        return "over ranks, or with PD disaggregation, nothing is computed again"
+    algorithm = getattr(scheduler, "spec_algorithm", None)
+    if algorithm is not None and not algorithm.is_none():
+        return "with speculation nothing is computed again"
+    if getattr(scheduler, "is_hybrid_swa", False) or cache.supports_mamba():
+        return "models with windows or recurrent states are not computed again"
+    if getattr(args, "enable_hierarchical_cache", False) or getattr(args, "enable_lmcache", False):
+        return "a tier of the prefix cache would keep what is computed, or bring it"
+    if getattr(args, "dllm_algorithm", None) is not None or getattr(args, "enable_hisparse", False):
+        return "the model's attention is not that of each token to all before"
+    from sglang.srt.managers.schedule_batch import Req
+
+    if not hasattr(Req, "_refresh_fill_ids"):
+        return "this release of SGLang keeps no KV outside of the prefix cache between chunks: 0.5.21 does"
+    return None
+
+
+def internal_request(scheduler: Any, name: str, target: Any, tokens: int) -> Any:
+    """A request ``name`` of the first ``tokens`` tokens of ``target``, with its adapter: greedy, of one new token, last
+    in line, neither read from the prefix cache nor kept there, and with nothing to stream."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    sampling.normalize(None)
+    ids = (target.origin_input_ids + target.output_ids)[:tokens]
+    request = Req(
+        name, "", ids, sampling, lora_id=target.lora_id, extra_key=name, vocab_size=scheduler.model_config.vocab_size
+    )
+    request.tokenizer, request.logprob_start_len = scheduler.tokenizer, -1
+    request.skip_radix_cache_insert = request.finished_output = True
+    if getattr(scheduler, "enable_priority_scheduling", False):
+        lowest = 1 << 62
+        request.priority = lowest if scheduler.schedule_low_priority_values_first else -lowest
+    request.time_stats.set_wait_queue_entry_time()
+    return request
+
+
+def drop_chunked(scheduler: Any, request: Any) -> None:
+    """Ends an internal request between two of its chunks, as SGLang ends an aborted one, but tells nobody."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    request.finished_reason = FINISH_ABORT("gives way")
+    released(scheduler, request)
+    release_kv_cache(request, scheduler.tree_cache, is_insert=False)
+    scheduler.chunked_req = None
+
+
+def released(scheduler: Any, request: Any) -> None:
+    """The prefix cache forgets a request that ends before its first forward, or between chunks."""
+    release = getattr(scheduler, "_release_aborted_request", None)
+    if release is not None:
+        release(request)
+
+
+def forward_stream(scheduler: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context of the stream of the forwards: one of its own with the overlap scheduler."""
+    stream = getattr(scheduler, "forward_stream_ctx", None) if scheduler.enable_overlap else None
+    return contextlib.nullcontext() if stream is None else stream

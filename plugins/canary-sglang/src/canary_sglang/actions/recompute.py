@@ -1,0 +1,280 @@
+"""`SchedulerRecompute`: has SGLang's scheduler compute running requests again by internal ones, and compares both."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import (
+    BlockGroup,
+    InternalRequests,
+    RecomputePair,
+    RecomputePairs,
+    Recomputes,
+    Running,
+    TouchedRequests,
+    is_internal,
+    model_rounding,
+)
+from canary_core import Canary, Event, RegionKind, Touch, emit
+from canary_sglang.compat import schedulers
+
+SPARE = 2
+"""An internal request must leave as many tokens free as it takes, and so many pages for each running request."""
+
+KINDS = (RegionKind.FULL, RegionKind.WINDOW)
+
+
+class SchedulerRecompute(InternalRequests):
+    """The recomputes of one scheduler, in the scheduler's process. Nothing happens before the first call of `ask` of
+    `pairs`, unless ``CANARY_RECOMPUTE`` is a share.
+
+    `turn` belongs before the making of a batch, `made` around the run of a batch, `idle` in a turn without a batch.
+    ``runner``: the `ModelRunner` of the served model. ``paged``: regions numbered by the engine's slot table.
+    """
+
+    def __init__(self, canary: Canary, runner: Any, paged: Sequence[str]) -> None:
+        self._canary = canary
+        self._table: Tensor = runner.req_to_token_pool.req_to_token
+        regions = [canary.regions[name] for name in paged]
+        groups = [BlockGroup(r.name, 0, 1) for r in regions if r.kind in KINDS and r.tokens_per_slot == 1]
+        model = runner.model_config
+        rounding = partial(model_rounding, model.dtype, model.hf_text_config)
+        self.pairs = RecomputePairs(canary, groups, rounding, lambda: [one.rid for one in self._users()])
+        self._touched = _Touches(self._request)
+        self._recomputes = Recomputes(self, self._touched, canary.config.recompute.share)
+        self._active = bool(canary.config.recompute)
+        self._scheduler: Any = None
+        self._batch: Any = None
+        self._target: Any = None
+        self._internal: Any = None
+        self._told = False
+
+    def turn(self, scheduler: Any) -> None:
+        """The scheduler is about to make a batch."""
+        self._scheduler = scheduler
+        wanted = self.pairs.wanted()
+        if not (wanted or self._active):
+            return
+        if not self._canary.enabled:
+            self.close()
+            return
+        self._active = True
+        for request in wanted:
+            self._recomputes.want(request)
+        with self._sheltered():
+            self._look_at_settings()
+            self._batch = None
+            self._recomputes.before()
+            self._go_on()
+
+    @contextlib.contextmanager
+    def made(self, scheduler: Any, batch: Any, tokens: int) -> Iterator[None]:
+        """Context of a run of ``batch`` with so many tokens; afterwards an internal request completed by the run is
+        compared."""
+        if not self._active or self._scheduler is not scheduler:
+            yield
+            return
+        pairs: Sequence[RecomputePair] = ()
+        with self._sheltered():
+            self._batch = batch
+            pairs = self._recomputes.after(tokens)
+            self._leave_queue()
+        yield
+        self._compare(pairs)
+
+    def idle(self, scheduler: Any) -> None:
+        """A turn without a batch."""
+        if self._active and self._scheduler is scheduler:
+            pairs: Sequence[RecomputePair] = ()
+            with self._sheltered():
+                self._batch = None
+                pairs = self._recomputes.after(0)
+                self._leave_queue()
+            self._compare(pairs)
+
+    def close(self) -> None:
+        """Ends the present internal request. Open calls of `ask` fail."""
+        with self._sheltered():
+            self._recomputes.close()
+        self._active = False
+        self.pairs.close()
+
+    def running(self) -> Sequence[Running]:
+        """See `InternalRequests`."""
+        return [_running(one) for one in self._users() if one.output_ids and self._why_not(one) is None]
+
+    def find(self, name: str) -> Running | None:
+        """See `InternalRequests`. Of several requests with one name any."""
+        request = self._request(name)
+        return None if request is None else _running(request)
+
+    def room(self, request: str) -> bool:
+        """Free slots, with those of the prefix cache as for any other request, a row of the table, and an empty
+        queue."""
+        scheduler, target = self._scheduler, self._request(request)
+        if self._refusal() is not None:
+            # Answered at once: see `begin`.
+            return True
+        if self._others_wait() or scheduler.chunked_req is not None or target is None:
+            return False
+        cache, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+        batch = scheduler.running_batch
+        free = int(allocator.available_size() + cache.evictable_size())
+        tokens = _running(target).tokens + int(scheduler.page_size)
+        spare = SPARE * int(scheduler.page_size) * len(batch.reqs)
+        return scheduler.req_to_token_pool.available_size() > 1 and SPARE * tokens + spare <= free
+
+    def begin(self, name: str, request: str, tokens: int) -> str | None:
+        """See `InternalRequests`."""
+        target = self._request(request)
+        why = self._refusal() or self._why_not(target)
+        if why is None:
+            self._target = target
+            self._internal = schedulers.internal_request(self._scheduler, name, target, tokens)
+            self._scheduler.waiting_queue.append(self._internal)
+        return why
+
+    def computed(self, name: str) -> int | None:
+        """See `InternalRequests`."""
+        request = self._internal
+        if request is None or request.rid != name or request.finished():
+            return None
+        if self._batch is not None and any(one is request for one in self._batch.reqs):
+            return int(request.extend_range.end)
+        return len(request.prefix_indices)
+
+    def crowded(self, name: str) -> bool:
+        """Also after a turn in the queue."""
+        return self._others_wait() or any(one is self._internal for one in self._scheduler.waiting_queue)
+
+    def blocks(self, name: str) -> Sequence[Tensor]:
+        """The slots of a request by position, as the table has them, in the place of blocks."""
+        internal = self._internal is not None and self._internal.rid == name
+        row = schedulers.row_number(self._internal if internal else self._request(name))
+        # Of its own: the row has another request's slots soon.
+        return [self._table[row].clone()]
+
+    def end(self, name: str) -> None:
+        """Out of the queue, or between two chunks. After the last chunk a request ends anyway."""
+        request = self._internal
+        if request is not None and request.rid == name:
+            self._leave_queue()
+            if self._scheduler.chunked_req is request:
+                schedulers.drop_chunked(self._scheduler, request)
+
+    def _compare(self, pairs: Sequence[RecomputePair]) -> None:
+        with self._canary.guard("recompute"), torch.inference_mode():
+            if pairs:
+                with schedulers.forward_stream(self._scheduler):
+                    self.pairs.compare(pairs)
+            self.pairs.read()
+
+    def _go_on(self) -> None:
+        """After a chunk the internal request goes on from its slots, without the prefix cache; it never decodes."""
+        internal, scheduler = self._internal, self._scheduler
+        if internal is None:
+            return
+        if scheduler.chunked_req is internal:
+            row, end = schedulers.row_number(internal), int(internal.extend_range.end)
+            internal.prefix_indices = self._table[row, :end].to(torch.int64, copy=True)
+            return
+        last = scheduler.last_batch
+        if last is not None and last.forward_mode.is_extend() and any(one is internal for one in last.reqs):
+            # With the overlap scheduler the result is not known yet: else it would decode once.
+            last.filter_batch(chunked_req_to_exclude=[internal])
+
+    def _leave_queue(self) -> None:
+        """Takes an internal request out of the queue, also a retracted one."""
+        scheduler, internal = self._scheduler, self._internal
+        if internal is None or not any(one is internal for one in scheduler.waiting_queue):
+            return
+        scheduler.waiting_queue = [one for one in scheduler.waiting_queue if one is not internal]
+        schedulers.released(scheduler, internal)
+        # For want of room for it alone nobody else is kept waiting.
+        scheduler.running_batch.batch_is_full = False
+
+    def _users(self) -> list[Any]:
+        scheduler = self._scheduler
+        return [one for one in schedulers.running_requests(scheduler, self._batch) if not is_internal(one.rid)]
+
+    def _request(self, name: str) -> Any:
+        """The present target before others of the same name; None for no running request."""
+        found = [one for one in self._users() if one.rid == name]
+        return next((one for one in found if one is self._target), found[-1] if found else None)
+
+    def _others_wait(self) -> bool:
+        scheduler = self._scheduler
+        grammars = getattr(scheduler, "grammar_manager", None)
+        chunked = scheduler.chunked_req
+        return (
+            any(one is not self._internal for one in scheduler.waiting_queue)
+            or (chunked is not None and chunked is not self._internal)
+            or (grammars is not None and bool(grammars.has_waiting_grammars()))
+        )
+
+    def _refusal(self) -> str | None:
+        return schedulers.recompute_refusal(self._scheduler)
+
+    def _why_not(self, request: Any) -> str | None:
+        if schedulers.embedded(request) or getattr(request, "multimodal_inputs", None) is not None:
+            return "embeddings or media stand in the place of tokens"
+        if schedulers.searches_beams(request) or getattr(request, "session", None) is not None:
+            return "it is a beam search, or in a session that goes on"
+        if getattr(request, "token_type_ids", None) is not None:
+            return "its tokens are of more than one type"
+        return None
+
+    def _look_at_settings(self) -> None:
+        """Says once why ``CANARY_RECOMPUTE`` has no effect here."""
+        setting = self._canary.config.recompute
+        if self._told or not setting:
+            return
+        self._told = True
+        reason = self._refusal()
+        if reason is None and setting.verdicts:
+            reason = f"SGLang's scheduler needs a share such as 1%, CANARY_RECOMPUTE is {setting}"
+        if reason is not None:
+            self._recomputes.stop(reason)
+            self._canary.tell(Event("recompute_off", "warning", {"reason": reason}))
+
+    @contextlib.contextmanager
+    def _sheltered(self) -> Iterator[None]:
+        """After an exception of ours nothing is computed again any more; none reaches the scheduler."""
+        try:
+            yield
+        except Exception as error:
+            reason = f"requests are not computed again: {type(error).__name__}: {error}"
+            self._recomputes.stop(reason)
+            emit(Event("hooks_left_out", "error", {"reason": reason}))
+            self._active = False
+            self.pairs.close()
+            if self._scheduler is not None:
+                self._leave_queue()
+
+
+class _Touches(TouchedRequests):
+    """Touches by the hits and retractions counted by SGLang in each request: nothing is followed meanwhile."""
+
+    def __init__(self, find: Any) -> None:
+        super().__init__()
+        self._find = find
+
+    def of(self, name: str) -> tuple[Touch, ...]:
+        """See `TouchedRequests`."""
+        request = self._find(name)
+        if request is None:
+            return ()
+        again = [Touch("preemption", _running(request).tokens)] if request.retraction_count else []
+        return (*again, *([Touch("hit", int(request.cached_tokens))] if request.cached_tokens else []))
+
+
+def _running(request: Any) -> Running:
+    # The last token has no KV yet, or gets it in the forward under way.
+    tokens = len(request.origin_input_ids) + len(request.output_ids) - 1 if len(request.output_ids) else 0
+    # Two requests may have one name.
+    life = hash((id(request), request.retraction_count))
+    return Running(request.rid, tokens, max(0, tokens - len(request.origin_input_ids)), life)

@@ -1,0 +1,115 @@
+"""Requests that SGLang's scheduler computes again: clean ones are never told, broken ones are, by their KV alone."""
+
+import json
+
+import pytest
+from tools.recomputes import prompt
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
+
+OPTIONS = {
+    "dtype": "float32",
+    "max_total_tokens": 1536,
+    "max_running_requests": 6,
+    "json_model_override_args": json.dumps({"num_hidden_layers": 3}),
+}
+BYTES_OFF = dict(CANARY_READ_CHECK="0", CANARY_SCRUB_BUDGET="0", CANARY_BYTES="off", CANARY_RECOMPUTE="0")
+ALL = dict(CANARY_RECOMPUTE="100%", CANARY_READ_CHECK="0", CANARY_SCRUB_BUDGET="0")
+OVERLAP = {"disable_overlap_schedule": False}
+
+
+def traffic():
+    """Lengths up to three chunks, and many hits."""
+    shared = prompt("shared", 60)
+    lengths = [35, 90, 50, 150, 40, 70]
+    return [
+        [*(shared[: 20 + 5 * (i % 8)] if i % 3 == 0 else []), *prompt(i, lengths[i % len(lengths)])] for i in range(64)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(launch):
+    """The same engine without Canary."""
+    return launch({"options": OPTIONS}, CANARY_MODE="off")
+
+
+def clean(done):
+    """All judged requests are the same; nothing of the internal ones is left, or went to clients."""
+    verdicts = [answer["verdict"] for answer in done["answers"]]
+    reasons = {answer["reason"] for answer in done["answers"] if answer["verdict"] == "unjudged"}
+    assert done["on"]
+    assert done["violations"] == []
+    assert not done["leaked"]
+    assert not [name for name in done["inserted"] if name.startswith("canary")]
+    assert not [name for name in done["names"] if name.startswith("canary")]
+    assert "differs" not in verdicts
+    assert all("noise" in reason for reason in reasons), reasons
+    return len(verdicts), verdicts.count("same")
+
+
+def test_clean_traffic_is_well_and_answers_stay_the_same(plain, launch):
+    """Hits and chunks: with as many internal requests as there is room for."""
+    watched = launch({"options": OPTIONS}, **ALL)
+    done = watched.recompute_traffic(prompts=traffic(), new_tokens=60)
+    judged, same = clean(done)
+    assert judged >= 60
+    assert same >= 40
+    assert done["cached"] > 200
+    assert done["outputs"] == plain.serve(prompts=traffic(), new_tokens=60)["outputs"]
+
+
+def test_the_overlap_scheduler_is_well(plain, launch):
+    """SGLang's own event loop, which makes a batch before it knows the result of the one before."""
+    watched = launch({"options": {**OPTIONS, **OVERLAP}}, **ALL)
+    done = watched.recompute_overlapped(prompts=traffic()[:36], new_tokens=60)
+    judged, same = clean(done)
+    assert judged >= 30
+    assert same >= 12
+    assert done["outputs"] == plain.serve(prompts=traffic()[:36], new_tokens=60)["outputs"]
+
+
+def told(done):
+    """Layer, position, request and rule of each finding of a recompute."""
+    return [
+        (v["layer"], v["position"], v["request"], v["rule"]) for v in done["violations"] if v["kind"] == "recompute"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("changed_norm", (1, 0, "ill", "brought")),
+        ("short_decodes", (1, 50, "ill", "attention")),
+        ("skipped_layer", (1, 0, "ill", "everywhere")),
+    ],
+)
+def test_broken_engines_are_told_and_the_request_beside_is_well(launch, fault, expected):
+    """By the KV alone: all checks of bytes are off."""
+    engine = launch({"options": OPTIONS}, **BYTES_OFF)
+    done = engine.recompute_broken(fault=fault, tokens=50)
+    assert done["verdicts"] == ["differs", "same"], done["answers"]
+    assert told(done) == [expected]
+
+
+@pytest.mark.parametrize(("how", "options"), [("abort", {"enable_mixed_chunk": True}), ("crowd", {})])
+def test_an_internal_request_gives_way_in_the_middle(launch, how, options):
+    """Its request is aborted by the client, or others come: it ends between two chunks."""
+    engine = launch({"options": {**OPTIONS, **options}}, **BYTES_OFF)
+    done = engine.recompute_aborted(tokens=150, how=how)
+    assert not done["in_the_middle"]
+    assert done["on"]
+    assert not done["leaked"]
+    assert not [name for name in done["names"] if name.startswith("canary")]
+    reason = done["answer"]["reason"]
+    assert ("ended" if how == "abort" else "noise") in reason
+    assert done["outputs"] == ({"crowd": 4} if how == "crowd" else {})
+
+
+def test_the_end_of_canary_ends_an_internal_request(launch):
+    """Whoever asked hears of it, and the engine goes on."""
+    done = launch({"options": OPTIONS}, **BYTES_OFF).recompute_aborted(tokens=150, how="close")
+    assert "switched off" in done["answer"]["error"]
+    assert not done["in_the_middle"]
+    assert not done["closed"]
+    assert not done["leaked"]
+    assert not [name for name in done["names"] if name.startswith("canary")]

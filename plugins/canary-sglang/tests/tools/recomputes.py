@@ -1,0 +1,282 @@
+"""Requests that are computed again, and engines that compute wrongly: broken by nothing but SGLang and torch."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tools.inspection import findings
+from tools.storms import Served, loop
+
+DECODED = 40
+"""Enough tokens of a decode for a verdict."""
+NEVER = 200
+"""New tokens of a request that goes on until it is aborted."""
+
+
+def prompt(seed: object, tokens: int) -> list[int]:
+    """One that no other seed begins alike."""
+    draw = random.Random(f"recomputed {seed}")
+    return [draw.randrange(3, 250) for _ in range(tokens)]
+
+
+def recompute_traffic(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Serves the prompts, up to three at a time. Gives outputs, verdicts, and what is left of internal requests in the
+    pools, in the prefix cache, and in what went to clients."""
+    sent, first, waiting = _sent(engine), len(engine.requests), list(prompts)
+    while waiting or not all(request.finished() for request in engine.requests[first:]):
+        if waiting and sum(not request.finished() for request in engine.requests[first:]) < 3:
+            engine.submit(waiting.pop(0), new_tokens)
+        engine.step()
+    return _done(engine, first, sent)
+
+
+def recompute_overlapped(engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """The same through SGLang's own event loop, with the overlap scheduler."""
+    scheduler, waiting, sent = engine.scheduler, list(prompts), _sent(engine)
+    first, idle = len(engine.requests), 0
+
+    def ingest(*args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal idle
+        if waiting and sum(not request.finished() for request in engine.requests[first:]) < 3:
+            engine.submit(waiting.pop(0), new_tokens)
+        alive = waiting or not all(request.finished() for request in engine.requests[first:])
+        idle = 0 if alive else idle + 1
+        if idle > 4:
+            raise Served
+        return []
+
+    with contextlib.suppress(Served):
+        loop(scheduler, ingest)
+    return _done(engine, first, sent)
+
+
+def _done(engine: Any, first: int, sent: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(3):
+        engine.step()
+    served = engine.requests[first:]
+    outputs, cached = [list(one.output_ids) for one in served], sum(int(one.cached_tokens) for one in served)
+    return {"outputs": outputs, "cached": cached, **_left(engine, sent), **findings(engine)}
+
+
+def recompute_broken(engine: Any, fault: str, tokens: int) -> dict[str, Any]:
+    """Once the noise is known: a request ``ill`` that the engine computes wrongly, and another, both verified; see
+    `FAULTS`. Gives verdicts and findings."""
+    teach(engine)
+    findings(engine)
+    FAULTS[fault](engine, prompt(fault, tokens))
+    answers = verify(engine, "ill", "well")
+    finish(engine, "ill", "well")
+    return {"verdicts": [one["verdict"] for one in answers], "answers": answers, **findings(engine)}
+
+
+def recompute_aborted(engine: Any, tokens: int, how: str) -> dict[str, Any]:
+    """Asks for a request of several chunks, and ends the internal one in the middle. ``how``: ``abort`` (its client
+    aborts the request, in an engine that decodes beside chunks), ``crowd`` (it goes on, and another request comes), or
+    ``close`` (Canary's engine is shut down)."""
+    sent = _sent(engine)
+    begin(engine, {"long": prompt(how, tokens)}, 3)
+    asked = engine.session.canary.verifier.ask("long")
+    session, steps = engine.session, 0
+    while not (engine.scheduler.chunked_req and engine.scheduler.chunked_req.rid.startswith("canary-recompute")):
+        engine.step()
+        steps += 1
+        if steps > 20:
+            raise RuntimeError("no internal request is in the middle")
+    if how == "abort":
+        engine.abort("long")
+    elif how == "crowd":
+        engine.submit(prompt("crowd", 30), 4, "crowd")
+    else:
+        from canary_core import plugins
+
+        plugins.uninstall()
+    # An aborted request has one more decode; whoever asked waits on, where others came.
+    for _ in range(2 if how == "abort" else 1):
+        engine.step()
+    in_the_middle = engine.scheduler.chunked_req is not None
+    for _ in range(60):
+        if asked.done():
+            break
+        engine.step()
+    answer = _answer(asked)
+    finish(engine, "long")
+    outputs = {one.rid: len(one.output_ids) for one in engine.requests if one.rid == "crowd"}
+    ended = {"answer": answer, "in_the_middle": in_the_middle, "outputs": outputs}
+    if how == "close":
+        pools = _pools(engine)
+        return {**ended, "leaked": sent["pools"] != pools, "names": sent["names"](), "closed": session.canary.enabled}
+    return {**ended, **_left(engine, sent), **findings(engine)}
+
+
+def teach(engine: Any) -> None:
+    """Fresh requests until the noise of the engine is known."""
+    pairs = engine.session.recompute.pairs
+    for turn in range(30):
+        if pairs.judge.noise.known:
+            return
+        names = [f"teach {turn}-{i}" for i in range(2)]
+        begin(engine, {name: prompt(name, 30) for name in names}, DECODED)
+        verify(engine, *names)
+        finish(engine, *names)
+    raise RuntimeError("the noise is not known after 60 fresh requests")
+
+
+def begin(engine: Any, prompts: dict[str, list[int]], decoded: int) -> None:
+    """Requests by name, all of which have given out so many tokens, and go on."""
+    for name, tokens in prompts.items():
+        engine.submit(tokens, NEVER, name)
+    begun = [one for one in engine.requests if one.rid in prompts]
+    while any(len(one.output_ids) < decoded for one in begun):
+        engine.step()
+
+
+def verify(engine: Any, *names: str) -> list[dict[str, Any]]:
+    """Asks for running requests, and steps the engine until all are answered."""
+    asked = [engine.session.canary.verifier.ask(name) for name in names]
+    while not all(one.done() for one in asked):
+        if not engine.step():
+            raise RuntimeError("nothing runs, and nothing is answered")
+    return [answer.to_dict() for one in asked for answer in one.result()]
+
+
+def finish(engine: Any, *names: str) -> None:
+    """Aborts these, and runs what is left."""
+    for name in names:
+        engine.abort(name)
+    while engine.step():
+        pass
+
+
+def _changed_norm(engine: Any, tokens: list[int]) -> None:
+    """A weight of layer 0 changes under a kept cache, past torch's counters; then a hit."""
+    begin(engine, {"before": tokens}, 2)
+    finish(engine, "before")
+    weight = engine.runner.model.model.layers[0].post_attention_layernorm.weight
+    weight.data.mul_(1.05)
+    # A token that no prompt begins with: a hit of one token would be of the old weights, too.
+    begin(engine, {"ill": [*tokens, 7], "well": [2, *tokens[::-1]]}, 2)
+
+
+def _short_decodes(engine: Any, tokens: list[int]) -> None:
+    """Where ``ill`` decodes, attention is given one token less than there are."""
+
+    def wrong(batch: Any, row: int, new: slice) -> None:
+        if batch.forward_mode.is_decode():
+            batch.seq_lens = batch.seq_lens.clone()
+            batch.seq_lens[row] -= 1
+
+    with _before_forwards(engine, wrong):
+        begin(engine, {"ill": tokens, "well": tokens[::-1]}, DECODED)
+
+
+def _skipped_layer(engine: Any, tokens: list[int]) -> None:
+    """Layer 0 adds nothing to what comes in, for the tokens of ``ill``."""
+    rows: list[slice] = []
+    block = engine.runner.model.model.layers[0]
+    kept = {part: part.forward for part in (block.self_attn, block.mlp)}
+
+    def make(right: Callable[..., Any]) -> Callable[..., Any]:
+        def skip(*args: Any, **kwargs: Any) -> Any:
+            made = right(*args, **kwargs)
+            for new in rows:
+                made[new] = 0
+            return made
+
+        return skip
+
+    for part, right in kept.items():
+        part.forward = make(right)
+    try:
+        with _before_forwards(engine, lambda batch, row, new: rows.append(new), rows.clear):
+            begin(engine, {"ill": tokens, "well": tokens[::-1]}, 2)
+    finally:
+        for part in kept:
+            del part.forward
+
+
+FAULTS = {"changed_norm": _changed_norm, "short_decodes": _short_decodes, "skipped_layer": _skipped_layer}
+
+
+@contextlib.contextmanager
+def _before_forwards(
+    engine: Any, change: Callable[[Any, int, slice], None], before: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """``change`` breaks each forward with ``ill``, given its `ForwardBatch`, its row and where its new tokens are."""
+    runner = engine.runner
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        batch = args[0] if args else kwargs["forward_batch"]
+        before()
+        if "ill" in batch.rids:
+            row = batch.rids.index("ill")
+            news = [1] * len(batch.rids) if batch.forward_mode.is_decode() else batch.extend_seq_lens.tolist()
+            change(batch, row, slice(sum(news[:row]), sum(news[: row + 1])))
+        return type(runner).forward(runner, *args, **kwargs)
+
+    runner.forward = wrong
+    try:
+        yield
+    finally:
+        del runner.forward
+        before()
+
+
+def _answer(asked: Any) -> dict[str, Any]:
+    if not asked.done():
+        return {}
+    error = asked.exception()
+    return {"error": str(error)} if error is not None else dict(asked.result()[0].to_dict())
+
+
+def _pools(engine: Any) -> list[int]:
+    """Free rows of the table, and slots that are free or of the prefix cache."""
+    scheduler = engine.scheduler
+    tokens = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+    return [int(scheduler.req_to_token_pool.available_size()), int(tokens)]
+
+
+def _sent(engine: Any) -> dict[str, Any]:
+    """From now on the names of requests in all that goes to clients or into the prefix cache; and the pools before."""
+    names: set[str] = set()
+    inserted: set[str] = set()
+    scheduler = engine.scheduler
+    tree = scheduler.tree_cache
+    for insert in ("insert_req", "cache_unfinished_req"):
+        usual = getattr(tree, insert)
+
+        def keep(request: Any, *args: Any, _right: Callable[..., Any] = usual, **kwargs: Any) -> Any:
+            inserted.add(request.rid)
+            return _right(request, *args, **kwargs)
+
+        setattr(tree, insert, keep)
+    for channel in {id(c): c for c in _channels(scheduler)}.values():
+        right = channel.send_output
+
+        def send(output: Any, *args: Any, _right: Callable[..., Any] = right, **kwargs: Any) -> Any:
+            names.update(getattr(output, "rids", None) or [getattr(output, "rid", None)])
+            return _right(output, *args, **kwargs)
+
+        channel.send_output = send
+    return {
+        "pools": _pools(engine), "names": lambda: sorted(map(str, names)), "inserted": lambda: sorted(inserted),
+    }  # fmt: skip
+
+
+def _channels(scheduler: Any) -> Iterator[Any]:
+    yield scheduler.output_streamer.send_to_detokenizer
+    yield scheduler.ipc_channels.send_to_tokenizer
+    yield scheduler.ipc_channels.send_to_detokenizer
+
+
+def _left(engine: Any, sent: dict[str, Any]) -> dict[str, Any]:
+    pairs = engine.session.recompute.pairs
+    answers = [answer.to_dict() for answer in pairs.answers]
+    pairs.answers.clear()
+    return {
+        "answers": answers,
+        "leaked": sent["pools"] != _pools(engine),
+        "names": sent["names"](),
+        "inserted": sent["inserted"](),
+        "on": bool(engine.session.canary.enabled),
+    }
