@@ -87,6 +87,7 @@ class Event:
     | ledger_doubt        | 10 %, and again 50 %, of arrivals can't be judged: the ledger forgot too much          |
     | aborted             | a running request was ended because of a finding: request, kind, region, slot          |
     | unjudged            | a request that somebody asked to verify could not be judged, and why; once for a reason |
+    | verified            | the verdict on a running request that something else suspected (`canary_suspect`)      |
     | recompute_off       | ``CANARY_RECOMPUTE`` is on, and nothing is computed again (any more): why               |
     | recomputed          | a request is computed again because of a finding: request, kind, region, slot          |
     | quarantined         | the prefix of a finding was evicted from the prefix cache: kind, region, slot, tokens  |

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from canary_core.config import CanaryConfig
 from canary_core.desk.control.commands import Commands
 from canary_core.desk.control.server import Server
+from canary_core.desk.control.suspects import Suspects
 from canary_core.desk.metrics.readings import READINGS
 from canary_core.errors import ControlError, error_text
 from canary_core.events import Event
@@ -53,6 +54,9 @@ def path(config: CanaryConfig) -> Path:
 SOCKET = Socket()
 """The socket of this process."""
 
+SUSPECTS = Suspects()
+"""The suspects of this process."""
+
 
 class Control:
     """The plugin. Each manager has its own; the socket is the process's."""
@@ -64,6 +68,11 @@ class Control:
         event = SOCKET.begin(canary.config)
         if event is not None:
             canary.tell(event)
+
+    @hookimpl
+    def canary_suspect(self, request: str, reason: str) -> None:
+        """Has each Canary of the process asked."""
+        SUSPECTS.suspect(READINGS.running(), request, reason)
 
     @hookimpl
     def canary_detached(self, canary: "Canary") -> None:
