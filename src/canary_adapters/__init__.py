@@ -46,6 +46,8 @@ from canary_adapters.recompute_requests import (
     Running,
     TouchedRequests,
     is_internal,
+    needs_share,
+    recompute_off,
 )
 from canary_adapters.recompute_scheduler import WANTED, SchedulerRequests, pairs_of
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
@@ -151,6 +153,7 @@ __all__ = [
     "metadata_blocks",
     "model_rounding",
     "moved_states",
+    "needs_share",
     "packed_page_padding",
     "packed_page_source",
     "paged_source",
@@ -159,6 +162,7 @@ __all__ = [
     "put_embeddings",
     "put_media",
     "ragged_table",
+    "recompute_off",
     "report_breaches",
     "require_disjoint",
     "ring_table",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from canary_core import Touch
+from canary_core import Event, Touch
 
 PREFIX = "canary-recompute-"
 """Internal requests are called so."""
@@ -28,6 +28,16 @@ GONE = "it ended, or was preempted, before it was computed again"
 GroupBlocks = Sequence[Sequence[int] | Tensor]
 """A request's blocks, by group and by position; 0 and less for none. A tensor has slots, as the engine's tables number
 these."""
+
+
+def needs_share(engine: str, setting: object) -> str:
+    """The reason where ``CANARY_RECOMPUTE`` is a number of verdicts, for an engine whose scheduler can't take one."""
+    return f"{engine}'s scheduler needs a share such as 1%, CANARY_RECOMPUTE is {setting}"
+
+
+def recompute_off(reason: str) -> Event:
+    """``CANARY_RECOMPUTE`` is on, and nothing is computed again."""
+    return Event("recompute_off", "warning", {"reason": reason})
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from canary_core.records import Kind, Phase, State
 from canary_core.region import KVSource, Placement, Region, RegionKind, Role, Uncovered
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.streams import StreamSet
-from canary_core.runtime.telling import emit, hook_manager
+from canary_core.runtime.telling import emit, hook_manager, suspect
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.witness import Witness
 from canary_core.runtime.writers import Writers
@@ -147,6 +147,7 @@ __all__ = [
     "require_engine",
     "start_plugins",
     "start_plugins_for",
+    "suspect",
     "tensors_of",
 ]
 

@@ -6,7 +6,8 @@ import pytest
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core import CanaryError, Verification, hook_manager
+import canary_core
+from canary_core import CanaryError, Verification
 from canary_core.desk.control.suspects import MOST_SUSPECTS
 
 
@@ -32,7 +33,7 @@ def suspected():
 
 def suspect(request="r7"):
     """As a plugin does."""
-    hook_manager().hook.canary_suspect(request=request, reason="NaN logits")
+    canary_core.suspect(request, "NaN logits")
 
 
 def told(g):

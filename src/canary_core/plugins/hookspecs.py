@@ -134,7 +134,7 @@ def canary_settle(canary: "Canary", last: bool) -> None:
 @hookspec
 def canary_suspect(request: str, reason: str) -> None:
     """The KV of a running request is suspected, by a plugin that has seen NaN logits or a service with a complaint. For
-    any thread: ``hook_manager().hook.canary_suspect(request="r7", reason="NaN logits")`` never waits. Built-in control
+    any thread: `canary_core.suspect` calls this and never waits. Built-in control
     has the request computed again by each Canary of the process with a verifier, and tells the verdict in a
     ``verified`` event."""
 

@@ -42,6 +42,12 @@ def emit(event: Event, hooks: pluggy.PluginManager | None = None) -> None:
         reporting.canary_event(event=failed)
 
 
+def suspect(request: str, reason: str) -> None:
+    """Has a running ``request`` verified for ``reason``, such as NaN logits or a complaint: see `canary_suspect`. For
+    any thread of the engine's process; never waits."""
+    hook_manager().hook.canary_suspect(request=request, reason=reason)
+
+
 class Untold:
     """Things counted in place of an event each: one ``event`` with all counts since the last, at most once in
     `UNTOLD_S`. The watch looks at it, also while the engine idles, and the end of a Canary tells the rest. ``unit``:

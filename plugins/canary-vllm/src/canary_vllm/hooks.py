@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import BlockVerdict, RollCall, SchedulerRequests
+from canary_adapters import BlockVerdict, RollCall, SchedulerRequests, needs_share, recompute_off
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
 from canary_vllm.actions import recompute
@@ -170,12 +170,10 @@ class Hooks:
 
     def _returned(self, _: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         made = kwargs.get("model_runner_output", args[-1] if args else None)
-        internal = self._internal.get(id(scheduler))
-        if internal is not None:
+        if (internal := self._internal.get(id(scheduler))) is not None:
             internal.hear(made)
         # After an exception of ours no more are looked at.
-        roll_call = self._roll_calls.pop(id(scheduler.vllm_config), None)
-        if roll_call is not None:
+        if (roll_call := self._roll_calls.pop(id(scheduler.vllm_config), None)) is not None:
             with self._sheltered("outputs are not looked at"):
                 given: Any = kwargs.get("scheduler_output", args[0] if args else None)
                 roll_call.output(getattr(made, workers.ATTRIBUTE, None), int(given.total_num_scheduled_tokens))
@@ -245,8 +243,7 @@ class Hooks:
             internal = self._internal[id(scheduler)] = recompute.follow(scheduler, self._config.recompute.share)
             recorder.told.append(internal.note)
             if self._config.recompute.verdicts:
-                reason = f"vLLM's scheduler needs a share such as 1%, CANARY_RECOMPUTE is {self._config.recompute}"
-                emit(Event("recompute_off", "warning", {"reason": reason}))
+                emit(recompute_off(needs_share("vLLM", self._config.recompute)))
             if self._protection is not None:
                 self._protection.joined(scheduler)
         except Exception as error:

@@ -18,6 +18,8 @@ from canary_adapters import (
     TouchedRequests,
     is_internal,
     model_rounding,
+    needs_share,
+    recompute_off,
 )
 from canary_core import Canary, Event, RegionKind, Touch, emit
 from canary_sglang.compat import schedulers
@@ -236,10 +238,10 @@ class SchedulerRecompute(InternalRequests):
         self._told = True
         reason = self._refusal()
         if reason is None and setting.verdicts:
-            reason = f"SGLang's scheduler needs a share such as 1%, CANARY_RECOMPUTE is {setting}"
+            reason = needs_share("SGLang", setting)
         if reason is not None:
             self._recomputes.stop(reason)
-            self._canary.tell(Event("recompute_off", "warning", {"reason": reason}))
+            self._canary.tell(recompute_off(reason))
 
     @contextlib.contextmanager
     def _sheltered(self) -> Iterator[None]:
