@@ -133,10 +133,9 @@ def canary_settle(canary: "Canary", last: bool) -> None:
 
 @hookspec
 def canary_suspect(request: str, reason: str) -> None:
-    """The KV of a running request is suspected, by a plugin that has seen NaN logits or a service with a complaint. For
-    any thread: `canary_core.suspect` calls this and never waits. Built-in control
-    has the request computed again by each Canary of the process with a verifier, and tells the verdict in a
-    ``verified`` event."""
+    """The KV of a running request is suspected, by a plugin that has seen NaN logits or a service with a complaint:
+    `canary_core.suspect` calls this, on any thread. Built-in control has the request computed again by each Canary of
+    the process with a verifier, and tells the verdict in a ``verified`` event. Never waits."""
 
 
 @hookspec(firstresult=True)
