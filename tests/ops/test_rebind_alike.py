@@ -39,7 +39,7 @@ def places(found: list[Tensor]) -> list[Placement]:
 
 def state(canary: Canary) -> object:
     """The region's."""
-    return canary.step._states["full"]
+    return canary.states["full"]
 
 
 def test_it_gives_what_rebind_gives() -> None:
