@@ -34,6 +34,10 @@ class AttentionError:
         return self.deviation is not None
 
 
+TF32_ROUNDING = 2.0**-11
+"""Unit roundoff of TensorFloat-32, by which a GPU may compute products of 32-bit floats."""
+
+
 class AttentionLook:
     """An `AttentionObserver`. The bound is learnt from the very numbers: the reference with random roundings.
 
@@ -58,7 +62,7 @@ class AttentionLook:
             self.doubt = f"attention got {keys} keys at position {attended.first + count}, {kv_heads} heads of {heads}"
         if self.doubt is not None:
             return
-        rounding = max(self._rounding, torch.finfo(torch.float32).eps / 2 * math.sqrt(attended.queries.shape[2]))
+        rounding = max(self._rounding, _products(attended.queries))
         right = attention(attended, self._rule)
         self._errors.append(errors(attended.output, right))
         self._noise.append(errors(attention(attended, self._rule, rounding), right))
@@ -99,3 +103,12 @@ class AttentionLook:
         if named is None:
             return AttentionError(*known, "unknown", size, position)
         return AttentionError(*known, named[0], f"{size}; it is {named[1]}", position)
+
+
+def _products(queries: Tensor) -> float:
+    """Unit roundoff of products of 32-bit floats, as the settings of the process allow for the device."""
+    exact = torch.finfo(torch.float32).eps / 2 * math.sqrt(queries.shape[2])
+    try:
+        return exact if not queries.is_cuda or torch.get_float32_matmul_precision() == "highest" else TF32_ROUNDING
+    except RuntimeError:  # both of torch's ways to set the precision were used
+        return TF32_ROUNDING
