@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from canary_core.watchers.recompute.verification import Verification
 
 MOST_SUSPECTS = 16
-"""Unanswered asks at a time of one Canary; more are counted as ``suspects_left_out``."""
+"""Unanswered asks at a time in a process; more are counted as ``suspects_left_out``."""
 
 
 class Suspects:

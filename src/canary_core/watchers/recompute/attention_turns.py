@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from canary_core.attention import AttentionRule
-from canary_core.events import Event
 from canary_core.recomputer import CachedRequest, Recomputer
 from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.attention import AttentionError, AttentionLook
-from canary_core.watchers.recompute.judge import RecomputeHost
+from canary_core.watchers.recompute.judge import RecomputeHost, RecomputeJudge
 from canary_core.watchers.recompute.verification import Verification
 
 
@@ -20,11 +19,11 @@ class AttentionTurns:
     ``attention_differs``, ``attention_unjudged``. Layers without a rule are an ``unjudged`` event for each reason.
     """
 
-    def __init__(self, canary: RecomputeHost) -> None:
+    def __init__(self, canary: RecomputeHost, judge: RecomputeJudge) -> None:
         self._canary = canary
+        self._judge = judge
         self._rules: Mapping[int, AttentionRule] | None = None
         self._turn = 0
-        self._told: set[str] = set()
 
     def next(self, recomputer: Recomputer) -> AttentionLook | None:
         """For the layer whose turn it is; None where no layer has a rule."""
@@ -34,7 +33,7 @@ class AttentionTurns:
             self._canary.count("attention_layers", len(self._rules))
             for why in dict.fromkeys(why for why in said.values() if isinstance(why, str)):
                 layers = [str(layer) for layer, other in said.items() if other == why]
-                self._tell(f"attention of layer {', '.join(layers)} has no reference: {why}")
+                self._judge.doubt(f"attention of layer {', '.join(layers)} has no reference: {why}")
         if not self._rules:
             return None
         layer = sorted(self._rules)[self._turn % len(self._rules)]
@@ -48,7 +47,7 @@ class AttentionTurns:
         found = look.result()
         if found is None:
             self._canary.count("attention_unjudged")
-            self._tell(f"attention of layer {look.layer} is not judged: {look.doubt}")
+            self._judge.doubt(f"attention of layer {look.layer} is not judged: {look.doubt}")
             return answer
         self._canary.count("attention_looks")
         if not found.differs:
@@ -75,8 +74,3 @@ class AttentionTurns:
             rule=found.deviation,
             detail=found.detail,
         )
-
-    def _tell(self, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
-            self._canary.tell(Event("unjudged", "warning", {"reason": why}))

@@ -148,10 +148,14 @@ class RecomputeJudge:
         fields of the answer."""
         self._canary.count("recompute_unjudged")
         self._canary.count(f"recompute_{reason}")
+        self.doubt(why, request=request)
+        return Verification(request, tokens, "unjudged", why, None, *rest)
+
+    def doubt(self, why: str, **about: object) -> None:
+        """Tells each sentence ``why`` once, with fields ``about``."""
         if why not in self._told and len(self._told) < MOST_REASONS:
             self._told.add(why)
-            self._canary.tell(Event("unjudged", "warning", {"request": request, "reason": why}))
-        return Verification(request, tokens, "unjudged", why, None, *rest)
+            self._canary.tell(Event("unjudged", "warning", {**about, "reason": why}))
 
     def _bound(self, region: str, source: KVSource) -> Bound | None:
         return self.noise.bound(region, source) if self.noise.known else None

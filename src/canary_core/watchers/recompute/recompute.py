@@ -56,7 +56,7 @@ class Recompute:
         self._asked: deque[tuple[str | None, Future[list[Verification]]]] = deque()
         self._server: int | None = None
         self.judge = RecomputeJudge(canary, lambda: recomputer.rounding)
-        self._turns = AttentionTurns(canary)
+        self._turns = AttentionTurns(canary, self.judge)
 
     @property
     def noise(self) -> Noise:
