@@ -154,7 +154,7 @@ if __name__ == "__main__":
     parser.add_argument("--ports")
     parser.add_argument("--storage", action="store_true")
     parser.add_argument("--model", default="llama")
-    parser.set_defaults(guard="both", stress=False)
+    parser.set_defaults(guard="both", stress=False, secret=False)
     given = parser.parse_args()
     if given.side:
         side_main(given)
