@@ -87,8 +87,9 @@ def entry(rng: random.Random) -> int:
     return hashing.signed((step << HISTORY_NUMBER_BITS | who) << HISTORY_EVENT_BITS | event) if event else 0
 
 
-def scenario(seed: int, device: str = "cpu") -> Scenario:
-    """A region with sources of several shapes: bfloat16 rows, heads-first pages, unaligned bytes with a tail."""
+def scenario(seed: int, device: str = "cpu", layers: int = 0) -> Scenario:
+    """A region with sources of several shapes: bfloat16 rows, heads-first pages, unaligned bytes with a tail; with
+    ``layers`` several layers of each, as many and fewer."""
     rng = random.Random(seed)
     slots = rng.choice([17, 40, 64])
     sources = [
@@ -98,6 +99,12 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
         _rows(rng, slots, "v", 1, rng.choice([torch.float16, torch.float32, torch.float8_e5m2]), 16, device),
     ]
     sources = rng.sample(sources, rng.randint(1, len(sources)))
+    more = random.Random(f"layers {seed}")
+    for source in sources[:]:
+        more_layers = range(more.randint(1, layers) if layers else 0)
+        sources += [
+            replace(source, layer=source.layer + 10 * (n + 1), tensor=source.tensor.clone()) for n in more_layers
+        ]
     kind = rng.choice([*RegionKind, RegionKind.FULL, RegionKind.WINDOW])
     window = rng.choice([1, 6]) if kind is RegionKind.WINDOW else None
     page_size = rng.choice([1, 1, 4])
@@ -334,12 +341,12 @@ def disturb(s: Scenario, state: RegionState) -> None:
     """Plants faults: flipped record words and bytes, other states, NaNs, fingerprints that are not known."""
     rng = s.random
     for _ in range(s.unknown.choice([0, 2, 9])):
-        columns = s.unknown.choice([slice(None), s.unknown.randrange(len(s.region.sources))])
+        columns = s.unknown.choice([slice(None), s.unknown.randrange(state.sources.columns)])
         state.fingerprints[s.unknown.randrange(s.region.slots), columns] = 0
     # A scrub may be asked for a probe, now and then of a source that there is not.
-    state.cursors[Cursor.PROBE] = s.unknown.randrange(len(s.region.sources) + 2)
+    state.cursors[Cursor.PROBE] = s.unknown.randrange(len(state.sources.labels) + 2)
     for slot in s.region.null_range:
-        seen = [s.nulls.choice([*NullBytes, NullBytes.FINITE, 0, 77]) for _ in s.region.sources]
+        seen = [s.nulls.choice([*NullBytes, NullBytes.FINITE, 0, 77]) for _ in range(state.sources.columns)]
         state.fingerprints[slot] = torch.tensor(seen, device=s.device)
     for _ in range(rng.choice([0, 1, 4])):
         state.records[rng.randrange(s.region.slots), rng.randrange(8)] ^= 1 << rng.randrange(31)

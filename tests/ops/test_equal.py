@@ -25,6 +25,7 @@ from ops.scenario import (
 )
 
 from canary_core.batch import BatchView, SlotTable
+from canary_core.ops import sums
 from canary_core.ops.backends import Backend, torch_backend, triton_backend
 from canary_core.ops.kernels import check as check_kernels
 from canary_core.ops.kernels import fingerprint_record as together_kernels
@@ -60,12 +61,13 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(table_kernels, "PARTS", 2)
 
 
-def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
+def run(seed: int, device: str, seen: "Counts[str] | None" = None, shared: bool = False) -> set[int]:
     """Runs a history on both back ends, comparing after every op; gives the kinds that were found, and adds the
-    device's counters to ``seen``."""
+    device's counters to ``seen``. ``shared``: layers share fingerprints."""
     reference, kernels = torch_backend(), triton_backend()
-    s, layers = scenario(seed, device), random.Random(f"layers {seed}")
-    state = s.state(read_check=s.random.choice([-1, 40]))
+    s, layers = scenario(seed, device, layers=5 if shared else 0), random.Random(f"layers {seed}")
+    state = s.state(read_check=s.random.choice([-1, 40]), memory="1%" if shared else "exact")
+    assert bool(state.sources.sums) == shared
     state.cursors[Cursor.CHECK_TILES] = s.random.choice([ALL_TILES, 3])
     kinds: set[int] = set()
     forwards = history(s, steps=3)
@@ -102,7 +104,7 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
         sample(s, state, batch, forwards[i + 1][0] if i + 1 < len(forwards) else None)
         for block, slots in blocks(s, table):
             first = s.random.randint(0, 2)
-            shape = (first + block.blocks(len(slots)), BLOCK_VALUES + len(state.sources))
+            shape = (first + block.blocks(len(slots)), BLOCK_VALUES + state.sources.columns)
             rows = torch.full((2, *shape), -7, dtype=torch.int64, device=device)
             reference.gather_blocks(state, slots, block, rows[0], first)
             kernels.gather_blocks(state, slots, block, rows[1], first)
@@ -139,6 +141,26 @@ def test_kernels_equal_reference_with_chunks():
     """A region whose tokens attend to those of their own chunk."""
     assert scenario(CHUNKED).region.chunked
     run(CHUNKED, "cpu")
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Layers share fingerprints in groups of up to three, however small the pool."""
+    monkeypatch.setattr(sums, "FREE_BYTES", 0)
+    monkeypatch.setattr(sums, "MOST_PARTS", 3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kernels_equal_reference_with_shared_fingerprints(shared, seed):
+    """As above, where layers share fingerprints."""
+    run(seed, "cpu", shared=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(5))
+def test_kernels_equal_reference_with_shared_fingerprints_on_the_gpu(shared, seed):
+    """The same on a GPU."""
+    run(seed, "cuda", shared=True)
 
 
 @pytest.mark.gpu

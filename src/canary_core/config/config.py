@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     ByteSize,
     Field,
     PlainSerializer,
@@ -23,9 +22,14 @@ from canary_core.config.profiles import Profile, ProfileSource
 from canary_core.config.values import (
     MOST_BYTES,
     LayerShare,
-    ListenAddress,
+    LayersSetting,
+    ListenSetting,
+    MemorySetting,
+    MemoryShare,
+    RecomputeSetting,
     RecomputeShare,
     ScrubBudget,
+    ScrubBudgetSetting,
     Untested,
     notify_target,
     sentence,
@@ -80,14 +84,19 @@ class CanaryConfig(BaseSettings):
         description="Which KV bytes are fingerprinted on every layer and half: off (mapping checks only), partial "
         "(the first 16 bytes of each source of a slot), all.",
     )
-    layers: Annotated[
-        LayerShare, NoDecode, BeforeValidator(LayerShare.parse), PlainSerializer(str, return_type=str)
-    ] = Field(
+    layers: LayersSetting = Field(
         default=LayerShare(),
         description="Layers whose bytes are fingerprinted: all; 1/8: every eighth one, from another one on by host, "
         "replica, rank and the hour of the start, so that a fleet covers all at an eighth of the memory; 1/8@3: the "
         "one turn from the layer at index 3 on. The mapping of slots is checked for all in any case.",
         json_schema_extra=unit("share of the layers"),
+    )
+    memory: MemorySetting = Field(
+        default=MemoryShare(),
+        description="Device memory for Canary, of a pool. Where one fingerprint a source would take more, as in the "
+        "narrow shards of tensor parallelism, the layers of a half share fingerprints in groups as small as fit: a "
+        "single damaged layer and a flipped bit are named all the same. exact: one a source. Up to 64 MiB are free.",
+        json_schema_extra=unit("share of the pool"),
     )
     backend: Literal["auto", "torch", "triton"] = Field(
         default="auto", description="auto: triton for pools on a GPU, torch elsewhere. The choice is logged."
@@ -103,9 +112,7 @@ class CanaryConfig(BaseSettings):
         description="Slots per forward whose mapping is checked, rotating over the batch, so that each slot is looked "
         "at once in (readable slots / budget) forwards; 0: all of them in every forward.",
     )
-    scrub_budget: Annotated[
-        ScrubBudget, NoDecode, BeforeValidator(ScrubBudget.parse), PlainSerializer(str, return_type=str)
-    ] = Field(
+    scrub_budget: ScrubBudgetSetting = Field(
         default=ScrubBudget.parse("0.1%"),
         description="How much the scrub may do after each forward: a share of time such as 1%, or bytes per forward "
         "such as 64MiB; 0 turns it off. Slots of running requests come first; what holds nothing is passed over.",
@@ -155,9 +162,7 @@ class CanaryConfig(BaseSettings):
         "vLLM and SGLang: batches, sampled tokens and KV that all hold; 0: none. They meet in CANARY_CONTROL_DIR.",
         json_schema_extra=unit("forwards"),
     )
-    recompute: Annotated[
-        RecomputeShare, NoDecode, BeforeValidator(RecomputeShare.parse), PlainSerializer(str, return_type=str)
-    ] = Field(
+    recompute: RecomputeSetting = Field(
         default=RecomputeShare(),
         description="Time in which requests are computed again, and compared with the KV in the cache, where the "
         "engine's plugin can: a share such as 1%, or so many verdicts, such as 8, at any price; 0: none unasked.",
@@ -348,12 +353,7 @@ class CanaryConfig(BaseSettings):
         "of its process, or in the files that its processes share. off: nowhere. opentelemetry: instruments of the "
         "process's meter provider.",
     )
-    metrics_listen: Annotated[
-        ListenAddress | None,
-        NoDecode,
-        BeforeValidator(ListenAddress.parse),
-        PlainSerializer(lambda address: str(address or ""), return_type=str),
-    ] = Field(
+    metrics_listen: ListenSetting = Field(
         default=None,
         description="Where the metrics are served over HTTP beside that: a port of this machine, or an address and a "
         "port. Rank r takes the r-th port after it, or the next free one. Empty: nowhere.",

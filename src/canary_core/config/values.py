@@ -1,12 +1,13 @@
-"""Values of settings beyond numbers and words: `ScrubBudget`, `RecomputeShare`, `LayerShare` and `ListenAddress`; and
-the sentence about those that can't be used."""
+"""Values of settings beyond numbers and words: `ScrubBudget`, `RecomputeShare`, `LayerShare`, `MemoryShare` and
+`ListenAddress`, their types as settings; and the sentence about those that can't be used."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ByteSize, PlainSerializer, TypeAdapter, ValidationError
+from pydantic_settings import NoDecode
 
 from canary_core.errors import ConfigError
 
@@ -116,6 +117,30 @@ class LayerShare:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """Part of a pool's bytes (0 to 1) that Canary's own may take, or None for no limit. Prints as written."""
+
+    share: float | None = 0.01
+    text: str = field(default="1%", compare=False)
+
+    @classmethod
+    def parse(cls, value: object) -> "MemoryShare":
+        """From ``1%`` or ``exact``. Raises `ConfigError`."""
+        if isinstance(value, cls):
+            return value
+        text = str(value).strip()
+        if text.lower() == "exact":
+            return cls(None, text)
+        written = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)\s*%", text)
+        if written is None or float(written[1]) > 100:
+            raise ConfigError(f"CANARY_MEMORY must be a share of the pool such as 1%, or exact, got {value!r}")
+        return cls(float(written[1]) / 100, text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
 class ListenAddress:
     """Address of a server. Prints as written."""
 
@@ -168,3 +193,17 @@ def sentence(problem: Mapping[str, Any]) -> str:
 def unit(unit: str) -> dict[str, Any]:
     """The unit of a setting, kept beside the description for `settings`."""
     return {"unit": unit}
+
+
+_AS_TEXT = PlainSerializer(str, return_type=str)
+
+ScrubBudgetSetting = Annotated[ScrubBudget, NoDecode, BeforeValidator(ScrubBudget.parse), _AS_TEXT]
+RecomputeSetting = Annotated[RecomputeShare, NoDecode, BeforeValidator(RecomputeShare.parse), _AS_TEXT]
+LayersSetting = Annotated[LayerShare, NoDecode, BeforeValidator(LayerShare.parse), _AS_TEXT]
+MemorySetting = Annotated[MemoryShare, NoDecode, BeforeValidator(MemoryShare.parse), _AS_TEXT]
+ListenSetting = Annotated[
+    ListenAddress | None,
+    NoDecode,
+    BeforeValidator(ListenAddress.parse),
+    PlainSerializer(lambda address: str(address or ""), return_type=str),
+]

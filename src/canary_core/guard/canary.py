@@ -25,7 +25,7 @@ from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
 from canary_core.incident import Incident
 from canary_core.kinds.facts import ENCODED
-from canary_core.layers import resting
+from canary_core.layers import resting, sharing
 from canary_core.ops.state import RegionState
 from canary_core.place import Place
 from canary_core.records import Kind
@@ -87,11 +87,6 @@ class Canary:
                 self.writers.contents.name(region.name, ENCODED)
         on = self.config.mode != "off"
         tensors = pool_tensors() if on and pool_tensors is not None else {}
-        self.coverage = Coverage(tuple(regions), left_out := (*uncovered, *resting(regions, self.config)))
-        if tensors:
-            from canary_core.watchers.audit.memory import EngineMemory
-
-            self.coverage = Coverage.of_engine(tuple(regions), left_out, EngineMemory(tensors))
         self.regions = {r.name: r for r in regions}
         """The guarded regions by name."""
         self._counts: dict[str, int] = {}
@@ -101,6 +96,12 @@ class Canary:
             self._workspace = Workspace.allocate(regions, self.config)
         else:
             self._workspace = Workspace.off(self.config, regions[0].device)
+        doubts = (*resting(regions, self.config), *sharing(self._workspace.states.values(), self.config))
+        self.coverage = Coverage(tuple(regions), left_out := (*uncovered, *doubts))
+        if tensors:
+            from canary_core.watchers.audit.memory import EngineMemory
+
+            self.coverage = Coverage.of_engine(tuple(regions), left_out, EngineMemory(tensors))
         self._switch = Switch(self._workspace, hooks)
         footprint = None
         if pool_tensors is not None and tensors:

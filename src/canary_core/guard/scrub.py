@@ -385,7 +385,7 @@ def _forget_foreign(state: RegionState) -> None:
     """Makes the fingerprints of all slots with other bytes than zeros unknown. Bytes from before the engine's first
     write prove nothing: memory that was given back may hold the KV of the same prompts, so a write changes nothing.
     Zeros are a fill, and no KV of a token: a first write that leaves zeros is lost."""
-    zeros = state.sources.salts[: len(state.sources)]
+    zeros = state.sources.zeros
     for piece in state.fingerprints.split(FORGOTTEN_AT_ONCE):
         piece.masked_fill_(piece != zeros, 0)
 

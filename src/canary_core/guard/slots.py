@@ -181,7 +181,7 @@ class SlotEvents:
         """All bytes of ``slots`` are zero: a write that leaves them so is lost. Takes effect on the current stream at
         once; numbers beyond the region are left out."""
         # The fingerprint of zero bytes is the salt alone.
-        self._fingerprint("expect_zeros", region, slots, lambda state: state.sources.salts[: len(state.sources)])
+        self._fingerprint("expect_zeros", region, slots, lambda state: state.sources.zeros)
 
     def _fingerprint(
         self, event: str, region: str, slots: Tensor, value: Callable[[RegionState], Tensor | int]

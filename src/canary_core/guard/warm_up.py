@@ -139,7 +139,7 @@ def _launch_beside(backend: Backend, state: RegionState) -> None:
     backend.adopt(state, none)
     if state.repairs:
         backend.repair(state, none.new_empty(0, REPAIR_WORDS))
-    rows = state.fingerprints.new_empty((1, BLOCK_VALUES + len(state.sources)))
+    rows = state.fingerprints.new_empty((1, BLOCK_VALUES + state.sources.columns))
     for paged in (True, False):
         backend.gather_blocks(state, none.new_full((1,), -1), BlockShape(1, paged), rows, 0)
     for writer in (-1, none.int()):

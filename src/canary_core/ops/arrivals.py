@@ -49,7 +49,7 @@ def sequence_rows(layout: PayloadLayout, tokens: Tensor, first: int, hashes: Ten
 def expect(state: RegionState, slots: Tensor, rows: Tensor, writer: int) -> None:
     """Records ``slots`` (integer ``[n]``) as part of the sequence in ``rows`` (`sequence_rows`, on the device), with
     unknown bytes."""
-    fingerprints = rows.new_zeros(len(rows), len(state.sources))
+    fingerprints = rows.new_zeros(len(rows), state.sources.columns)
     payload.import_records(state, slots, torch.cat((rows, fingerprints), dim=1), writer)
 
 
@@ -65,7 +65,7 @@ def content_before(backend: Backend, state: RegionState, slots: Tensor, page_slo
     writes at the same time, on another stream, the bytes are unknown."""
     every = slots.view(-1, page_slots)
     tokens, written = _tokens(state, every)
-    rows = state.fingerprints.new_empty(len(every), BLOCK_VALUES + len(state.sources))
+    rows = state.fingerprints.new_empty(len(every), BLOCK_VALUES + state.sources.columns)
     backend.gather_blocks(state, slots, BlockShape(page_slots), rows, 0)
     # Tokens and fingerprints belong together where neither changed in between, nor is about to.
     moved = (_tokens(state, every)[0] != tokens) | _in_flight(state, *_inside(state, every))

@@ -7,7 +7,7 @@ and in between `check_payload` compares bytes and payload, on the host and witho
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from canary_core.errors import AttachError
+from canary_core.ops import hashing
 from canary_core.ops.fingerprint_keys import PUBLIC, FingerprintKeys, known_keys
+from canary_core.ops.sums import PER_GROUP, explained
 from canary_core.records import (
     CONTENT,
     FREED_BY,
@@ -35,7 +37,6 @@ from canary_core.records import (
     WRITER,
     Clock,
     Counter,
-    Descriptor,
     State,
 )
 
@@ -81,7 +82,8 @@ class SourceLayout:
 class PayloadLayout:
     """Meaning of a region's payloads, as plain values, picklable for another process.
 
-    ``sources`` are in the order of the fingerprints. ``origin``, 32 bits, is the exporting Canary: its writer ids and
+    ``sources`` are in the order of the fingerprints; ``groups``: of those that share two of them, see `Sums`; empty
+    where each has its own. ``origin``, 32 bits, is the exporting Canary: its writer ids and
     steps mean nothing elsewhere. ``keys``: `FingerprintKeys.id`, 0 for the public ones. A payload fits regions whose
     layout has the same ``digest``.
     """
@@ -89,11 +91,13 @@ class PayloadLayout:
     sources: tuple[SourceLayout, ...]
     origin: int
     keys: int = 0
+    groups: tuple[tuple[int, ...], ...] = ()
     digest: int = field(init=False)
 
     def __post_init__(self) -> None:
         text = ";".join(f"{s.name},{s.chunks},{s.chunk_bytes}" for s in self.sources)
         keys = f";keys {self.keys}" if self.keys else ""
+        keys += f";groups {self.groups}" if self.groups else ""
         digest = blake2b(f"{PAYLOAD_VERSION};{text}{keys}".encode(), digest_size=4).digest()
         # 31 bits and never 0: a payload of zeros fits nowhere.
         object.__setattr__(self, "digest", int.from_bytes(digest, "little") >> 1 or 1)
@@ -106,7 +110,7 @@ class PayloadLayout:
             origin = blake2b(_NONCE + f"{os.getpid()},{id(state.shared)}".encode(), digest_size=4).digest()
             sources = tuple(SourceLayout(s.name, s.chunks, s.chunk_bytes) for s in state.sources)
             keys = state.sources.fingerprint_keys.id
-            known = _layouts[state] = cls(sources, int.from_bytes(origin, "little"), keys)
+            known = _layouts[state] = cls(sources, int.from_bytes(origin, "little"), keys, state.sources.sums.groups)
         return known
 
     def read(self, payload: Tensor) -> "PayloadRecords":
@@ -120,7 +124,7 @@ class PayloadLayout:
     @property
     def words(self) -> int:
         """int64 words of one slot's payload."""
-        return PAYLOAD_FINGERPRINTS + len(self.sources)
+        return PAYLOAD_FINGERPRINTS + (PER_GROUP * len(self.groups) or len(self.sources))
 
     @property
     def stamp(self) -> int:
@@ -147,7 +151,8 @@ _layouts: "WeakKeyDictionary[RegionState, PayloadLayout]" = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A slot in host memory whose bytes differ from the recorded ones: row ``row`` of the payload, in ``source``.
+    """A slot in host memory whose bytes differ from the recorded ones: row ``row`` of the payload, in ``source``. Where
+    several of the sources that share fingerprints have changed, it is not known which, and each counts.
 
     ``writer`` and ``step_written`` are those of the exporting Canary.
     """
@@ -214,33 +219,58 @@ def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Ten
     columns = {source.name: column for column, source in enumerate(layout.sources)}
     known, record = _records_of(layout, payload)
     written = known & (record[:, POSITION] & CONTENT == State.WRITTEN)
-    differences: list[Difference] = []
-    checked = skipped = 0
     keys = known_keys(layout.keys)
+    found: dict[int, Tensor] = {}
     for name, content in data.items():
         if name not in columns:
             raise AttachError(f"no source {name!r} in this payload; its sources are {', '.join(columns) or 'none'}")
-        column = columns[name]
-        source = layout.sources[column]
+        source = layout.sources[columns[name]]
         bytes_ = _as_bytes(content).cpu()
         if bytes_.shape[0] != len(payload) or bytes_.shape[1] < source.slot_bytes:
             raise AttachError(
                 f"{name}: {len(payload)} slots of {source.slot_bytes} bytes are needed, got {tuple(bytes_.shape)}"
             )
-        if keys is None:
-            skipped += len(payload)
-            continue
-        stored = payload[:, PAYLOAD_FINGERPRINTS + column]
-        judged = written & (stored != 0)
-        found = fingerprint_bytes(bytes_[:, : source.slot_bytes], source.chunk_bytes, column, keys)
-        for row in (judged & (found != stored)).nonzero()[:, 0].tolist():
+        if keys is not None:
+            bytes_ = bytes_[:, : source.slot_bytes]
+            found[columns[name]] = fingerprint_bytes(bytes_, source.chunk_bytes, columns[name], keys)
+    differences: list[Difference] = []
+    checked = 0
+    for name, column, stored, value in () if keys is None else _judged(layout, payload, found, keys):
+        judged = written & (payload[:, PAYLOAD_FINGERPRINTS + column] != 0)
+        for row in (judged & (value != stored)).nonzero()[:, 0].tolist():
             fields = record[row].tolist()
             token, position = fields[TOKEN], fields[POSITION] // STATES
-            values = int(stored[row]), int(found[row])
+            values = int(stored[row]), int(value[row])
             differences.append(Difference(row, name, *values, token, position, fields[WRITER], fields[STEP_WRITTEN]))
         checked += int(judged.sum())
-        skipped += int((~judged).sum())
+    skipped = len(data) * len(payload) - checked
     return PayloadCheck(tuple(differences), checked, skipped, keys is None)
+
+
+def _judged(
+    layout: PayloadLayout, payload: Tensor, found: Mapping[int, Tensor], keys: FingerprintKeys
+) -> Iterator[tuple[str, int, Tensor, Tensor]]:
+    """Of each source in ``found``, by column, name, column of the payload's fingerprints that says whether it is known,
+    fingerprints recorded and found, int64 ``[n]``. Sources that share fingerprints are judged together, where all are
+    there: where several have changed, all of them have other ones."""
+    if not layout.groups:
+        for column, value in found.items():
+            yield layout.sources[column].name, column, payload[:, PAYLOAD_FINGERPRINTS + column], value
+        return
+    weights = keys.words(hashing.SURE_WORDS)[-len(layout.sources) :]
+    salts = keys.sources(len(layout.sources) + PER_GROUP * len(layout.groups))
+    for number, group in enumerate(layout.groups):
+        if not all(column in found for column in group):
+            continue
+        raw = torch.stack([found[column] - salts[column] for column in group])
+        first = PER_GROUP * number
+        numbers = payload[:, PAYLOAD_FINGERPRINTS + first :][:, :PER_GROUP] - salts[len(layout.sources) + first :][:2]
+        by = raw.sum(0) - numbers[:, 0]
+        weighted = (raw * weights[list(group), None]).sum(0) - numbers[:, 1]
+        alone, several = explained(by, weighted, weights[list(group)])
+        for column, mask in zip(group, alone, strict=True):
+            stored = torch.where(several, ~found[column], found[column] - by * mask)
+            yield layout.sources[column].name, first, stored, found[column]
 
 
 def export_records(state: "RegionState", slots: Tensor) -> Tensor:
@@ -250,7 +280,7 @@ def export_records(state: "RegionState", slots: Tensor) -> Tensor:
     inside = (slots >= 0) & (slots < state.region.slots)
     slot = torch.where(inside, slots, 0)
     stamp = torch.full_like(slot, PayloadLayout.of(state).stamp)
-    fingerprints = torch.where(_present(state, slot), state.fingerprints[slot], 0)
+    fingerprints = torch.where(state.sources.columns_present(slot), state.fingerprints[slot], 0)
     payload = torch.cat((stamp[:, None], state.records.view(torch.int64)[slot], fingerprints), dim=1)
     return payload * inside[:, None]
 
@@ -298,12 +328,6 @@ def _records_of(layout: PayloadLayout, payload: Tensor) -> tuple[Tensor, Tensor]
     known = payload[:, PAYLOAD_STAMP] >> 32 == layout.digest
     record = payload[:, PAYLOAD_RECORD:PAYLOAD_FINGERPRINTS].contiguous().view(torch.int32)
     return known, record.view(-1, RECORD_WORDS)
-
-
-def _present(state: "RegionState", slot: Tensor) -> Tensor:
-    """Whether each source has bytes of each slot, bool ``[n, sources]``."""
-    page_size, present = (state.sources.descriptors[:, d] for d in (Descriptor.PAGE_SIZE, Descriptor.PRESENT))
-    return slot[:, None] % page_size < present
 
 
 def _as_bytes(data: Tensor | Array) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.layers import of_guarded_layers
+from canary_core.ops.fingerprint_keys import FingerprintKeys
+from canary_core.ops.sums import PER_GROUP, Sums
 from canary_core.ops.upload import pinned, upload
 from canary_core.records import DESCRIPTOR_WORDS, LOST_WRITE_BYTES, Descriptor
 from canary_core.region import PARTIAL_BYTES, KVSource, Placement, Region, Role
@@ -66,11 +68,31 @@ class SourceGroup(NamedTuple):
     """Sources of one kernel launch: ``columns[i, j]`` is the index, among the region's sources, of the i-th source of
     shape ``shapes[j]``; int32 ``[n, shapes]`` on the device.
 
-    A program takes one row: one source, or a wide and a narrow source together, such as K and its scales.
+    A program takes one row: one source, or a wide and a narrow source together, such as K and its scales. With
+    ``parts`` a row is a group of `Sums`: its number, and the indices of up to so many sources of one shape, then -1.
     """
 
     shapes: tuple[SourceShape, ...]
     columns: torch.Tensor
+    parts: int = 0
+
+
+class Label(NamedTuple):
+    """A source, or a group of `Sums`, in findings: ``layer`` is None for several, whose names are ``several``."""
+
+    name: str
+    layer: int | None
+    half: str
+    several: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, sources: Sequence[KVSource]) -> "Label":
+        """Such as ``k.3``, or ``k.0..15`` for several of one half."""
+        first, last = sources[0], sources[-1]
+        if len(sources) == 1:
+            return cls(first.name, first.layer, first.half)
+        name = f"{first.name}..{last.name.removeprefix(first.half + '.')}"
+        return cls(name, None, first.half, tuple(source.name for source in sources))
 
 
 class SourceTable(Sequence[KVSource]):
@@ -81,12 +103,15 @@ class SourceTable(Sequence[KVSource]):
     `rebind`.
 
     bound: the sources, another tuple after each `rebind` or `rebind_alike`. descriptors: int64 ``[sources,
-    DESCRIPTOR_WORDS]``, see `Descriptor`. keys: int64, one for each word of the longest slot, and salts: int64
-    ``[sources]``, at least one of each, and place_seed: int64 ``[1]``, see `hashing`: all of ``fingerprint_keys``.
-    groups: sources of one launch each, for byte kernels.
+    DESCRIPTOR_WORDS]``, see `Descriptor`. keys: int64, one for each word of the longest slot, and salts: int64, one for
+    each source, and then one for each column of `Sums`; at least one of each; and place_seed: int64 ``[1]``, see
+    `hashing`: all of ``fingerprint_keys``. groups: sources of one launch each, for byte kernels.
+    sums: how sources share fingerprints. columns: fingerprints of a slot. labels: of the
+    sources, and then of the groups of `Sums`, by the index in findings; judged: those that have a fingerprint. Canary
+    takes ``others`` bytes for a slot beside them.
     """
 
-    def __init__(self, region: Region, config: CanaryConfig) -> None:
+    def __init__(self, region: Region, config: CanaryConfig, others: int = 0) -> None:
         device = region.device
         self._region = region
         self._config = config
@@ -101,14 +126,17 @@ class SourceTable(Sequence[KVSource]):
         self.gone = False
         """Whether the engine has given the tensors up, see `let_go`."""
         self._rows = self._descriptors()
-        from canary_core.ops.fingerprint_keys import FingerprintKeys
-
         self.fingerprint_keys = FingerprintKeys.of(config)
         self.keys = self.fingerprint_keys.words(max((s.slot_words for s in self), default=1), device)
-        self.salts = self.fingerprint_keys.sources(max(len(self), 1), device)
+        self.sums = Sums.of(self.bound, region, config, others)
+        self.columns = self.sums.columns or len(self)
+        groups = [[self.bound[i] for i in group] for group in self.sums.groups]
+        self.labels = tuple(map(Label.of, [*([source] for source in self), *groups]))
+        self.judged = self.labels[-len(groups) :]
+        self.salts = self.fingerprint_keys.sources(max(len(self) + self.sums.columns, 1), device)
         self.place_seed = torch.full((1,), self.fingerprint_keys.of_places, dtype=torch.int64, device=device)
         self.descriptors = torch.zeros(len(self), DESCRIPTOR_WORDS, dtype=torch.int64, device=device)
-        self.groups = source_groups(self.bound, device)
+        self.groups = source_groups(self.bound, device, self.sums)
         self._shapes = [SourceShape.of(s) for s in self]
         self.slot_bytes = sum(s.slot_bytes for s in self)
         """Fingerprinted bytes of one slot."""
@@ -135,6 +163,48 @@ class SourceTable(Sequence[KVSource]):
 
     def __getitem__(self, index: int | slice) -> KVSource | tuple[KVSource, ...]:
         return self.bound[index]
+
+    @property
+    def zeros(self) -> Tensor:
+        """The fingerprints of a slot of zero bytes: int64 ``[columns]``."""
+        return self.salts[: len(self)] if not self.sums else self.salts[len(self) :]
+
+    def column_of(self, source: int) -> int:
+        """The column with the first, or only, fingerprint of a source, by its index."""
+        if not self.sums:
+            return source
+        return next(PER_GROUP * number for number, group in enumerate(self.sums.groups) if source in group)
+
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The sources, by index, of each of `judged`."""
+        return tuple((i,) for i in range(len(self))) if not self.sums else self.sums.groups
+
+    @property
+    def firsts(self) -> slice:
+        """The columns with the first, or only, fingerprint of each of `judged`."""
+        return slice(0, self.columns, 1 if not self.sums else PER_GROUP)
+
+    @property
+    def sure(self) -> Tensor:
+        """Whether a write that leaves the bytes of each of `judged` as they were is lost: bool, on the device."""
+        sure = self.descriptors[:, Descriptor.SURE] != 0
+        return sure if not self.sums else sure[[group[0] for group in self.sums.groups]]
+
+    def columns_present(self, slots: Tensor) -> Tensor:
+        """Whether each column's sources have bytes of each of ``slots``, int64 ``[n]``: bool ``[n, columns]``."""
+        page_size, present = (self.descriptors[:, d] for d in (Descriptor.PAGE_SIZE, Descriptor.PRESENT))
+        there = slots[:, None] % page_size < present
+        if not self.sums:
+            return there
+        groups = [there[:, list(group)].any(1) for group in self.sums.groups]
+        return torch.stack([mask for mask in groups for _ in range(PER_GROUP)], 1)
+
+    def changed(self, stored: Sequence[int], found: Sequence[int]) -> list[int]:
+        """Indices of the sources that explain the differences between two rows of fingerprints (``[columns]``)."""
+        if self.sums:
+            return self.sums.changed(stored, found)
+        return [i for i, pair in enumerate(zip(stored, found, strict=True)) if pair[0] != pair[1]]
 
     @property
     def memory_bytes(self) -> int:
@@ -167,7 +237,7 @@ class SourceTable(Sequence[KVSource]):
         shapes = [SourceShape.of(s) for s in new]
         reshaped = shapes != self._shapes
         if reshaped:
-            self.groups = source_groups(new, self.descriptors.device)
+            self.groups = source_groups(new, self.descriptors.device, self.sums)
         self._bound, self._shapes, self.gone = new, shapes, False
         self._moved, self._turns = ((), ()), None
         self._rows = self._descriptors()
@@ -316,9 +386,13 @@ def _within(tensor: Tensor, source: KVSource, place: Placement, slots: int) -> b
     return reach <= (last + 1) * tensor.element_size()
 
 
-def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[SourceGroup, ...]:
+def source_groups(
+    sources: Sequence[KVSource], device: torch.device, sums: Sums | None = None
+) -> tuple[SourceGroup, ...]:
     """The sources by shape, in order of first appearance. A shape shares its group with the next much narrower shape of
-    as many sources."""
+    as many sources; those of ``sums`` share with none."""
+    if sums:
+        return _summed_groups(sources, device, sums)
     by_shape: dict[SourceShape, list[int]] = {}
     for index, source in enumerate(sources):
         by_shape.setdefault(SourceShape.of(source), []).append(index)
@@ -330,6 +404,19 @@ def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[So
         shapes = (shape,) if narrow is None else (shape, narrow)
         columns = torch.tensor([by_shape.pop(s) for s in shapes], dtype=torch.int32, device="cpu").T.contiguous()
         groups.append(SourceGroup(shapes, upload(columns, device)))
+    return tuple(groups)
+
+
+def _summed_groups(sources: Sequence[KVSource], device: torch.device, sums: Sums) -> tuple[SourceGroup, ...]:
+    by_shape: dict[SourceShape, list[list[int]]] = {}
+    for number, group in enumerate(sums.groups):
+        by_shape.setdefault(SourceShape.of(sources[group[0]]), []).append([number, *group])
+    groups = []
+    for shape, rows in by_shape.items():
+        parts = max(map(len, rows)) - 1
+        padded = [row + [-1] * (1 + parts - len(row)) for row in rows]
+        columns = torch.tensor(padded, dtype=torch.int32, device="cpu")
+        groups.append(SourceGroup((shape,), upload(columns, device), parts))
     return tuple(groups)
 
 

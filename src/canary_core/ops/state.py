@@ -33,8 +33,14 @@ from canary_core.region import KVSource, Placement, Region, RegionKind
 FIRST_TOKENS = 8192
 """Capacity of a region's scratch before a batch asks for more, beside `FIRST_ROWS`."""
 
-HISTORY_SHARE = 100
-"""Histories take at most one in so many bytes of the region's slots."""
+SLOT_BYTES = 4 * RECORD_WORDS + 8 + 2 * 4
+"""Of a slot, beside fingerprints and history: record, claim, and its places in the two lists of the scrub."""
+
+HISTORY_SHARE = 3
+"""Histories take at most one in so many bytes of those that ``CANARY_MEMORY`` allows."""
+
+HISTORY_EXACT_SHARE = 100
+"""Where it sets no limit, one in so many bytes of the region's slots."""
 
 HISTORY_FREE_BYTES = 16 << 20
 """Or this much, if more: too little to matter, however small the slots are."""
@@ -122,7 +128,8 @@ class Scratch:
 class RegionState:
     """One region's device memory. Tensors keep their addresses for life, so captured graphs stay valid.
 
-    records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources]``, 0 for unknown. chains: see `CHAINS`.
+    records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources.columns]``, 0 for unknown. chains: see
+    `CHAINS`.
     cursors: see `Cursor`.
     histories: int64 ``[slots + 1, HISTORY]``, see `Happened`; None where they would be too large beside the slots.
     listed: int32 ``[2, slots]``, slots to compare by a scrub, see `ScrubWord.LIST`. sources: the fingerprinted sources.
@@ -137,23 +144,26 @@ class RegionState:
         self.region = region
         self.index = index
         self.shared = shared
-        self.sources = SourceTable(region, config)
         device = region.device
+        remembers = _remembers(region, config)
+        self.sources = SourceTable(region, config, SLOT_BYTES + 8 * HISTORY * remembers)
         self.records = torch.zeros(region.slots, RECORD_WORDS, dtype=torch.int32, device=device)
         self._fingerprinted = len(self.sources) > 0
-        self.fingerprints = torch.zeros(region.slots, len(self.sources), dtype=torch.int64, device=device)
+        self.fingerprints = torch.zeros(region.slots, self.sources.columns, dtype=torch.int64, device=device)
         self.chains = torch.zeros(CHAINS, 2, dtype=torch.int64, device=device)
         self.cursors = torch.zeros(CURSOR_WORDS, dtype=torch.int64, device=device)
         self.listed = torch.zeros(2, region.slots, dtype=torch.int32, device=device)
         self.histories: Tensor | None = None
-        if 8 * HISTORY * (region.slots + 1) <= max(region.pool_bytes // HISTORY_SHARE, HISTORY_FREE_BYTES):
+        if remembers:
             self.histories = torch.zeros(region.slots + 1, HISTORY, dtype=torch.int64, device=device)
         self.scratch = Scratch(region.slots, device)
         self.launches = LaunchCache()
         self.samples: Samples | None = None
-        looked_at = config.store_check and region.kind in (RegionKind.FULL, RegionKind.WINDOW) and len(self.sources)
+        # Layers that share a fingerprint are stored one after the other.
+        own = 0 if self.sources.sums else len(self.sources)
+        looked_at = config.store_check and region.kind in (RegionKind.FULL, RegionKind.WINDOW) and own
         self.stores = torch.zeros_like(self.fingerprints) if looked_at else self.fingerprints.new_zeros(0, 0)
-        self.repairs = config.repair and len(self.sources) > 0
+        self.repairs = config.repair and own > 0
         """Whether flipped words are put back."""
         read_tiles = -(-config.read_check // READ_TILE)
         if config.read_check < 0 or region.kind in (RegionKind.STATE, RegionKind.RING):
@@ -233,6 +243,12 @@ class RegionState:
     def rebind_alike(self, tensors: Sequence[Tensor], places: Sequence[Placement]) -> bool:
         """As `rebind`, see `SourceTable.rebind_alike`: the launches stay the same."""
         return self.sources.rebind_alike(tensors, places)
+
+
+def _remembers(region: Region, config: CanaryConfig) -> bool:
+    """Whether slots have histories."""
+    share = 1 / HISTORY_EXACT_SHARE if config.memory.share is None else config.memory.share / HISTORY_SHARE
+    return 8 * HISTORY * (region.slots + 1) <= max(region.pool_bytes * share, HISTORY_FREE_BYTES)
 
 
 def _judged_nulls(region: Region) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.state import RegionState
-from canary_core.records import STEP_WRITTEN, Descriptor, Status
+from canary_core.records import STEP_WRITTEN, Status
 
 if TYPE_CHECKING:
     from canary_core.ops.torch.plan import Places
@@ -62,7 +62,7 @@ def proof_of(forwards: int, failed: int) -> Proof:
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstWrites:
     """Slots written by a forward (int64 ``[n]``), whether each was never written before, and the earlier fingerprints
-    of their bytes, int64 ``[n, sources]``."""
+    of their bytes, int64 ``[n, judged]``: those of `SourceTable.firsts`."""
 
     slots: Tensor
     first: Tensor
@@ -78,7 +78,7 @@ class MemoryProof:
     """
 
     def __init__(self, states: Mapping[str, RegionState], device: torch.device) -> None:
-        lengths = [1 + len(state.sources) for state in states.values()]
+        lengths = [1 + len(state.sources.judged) for state in states.values()]
         self.tallies = torch.zeros(sum(lengths), len(Tally), dtype=torch.int64, device=device)
         self.rows: dict[str, slice] = {}
         """The rows of each region."""
@@ -122,13 +122,15 @@ class MemoryProof:
         planned = state.scratch.plan[: min(view.tokens, TOKENS)]
         usable = planned[:, 0] >> 32 == Status.OK + 1
         slots = torch.where(usable, planned[:, 1], 0)
-        return FirstWrites(slots, usable & (state.records[slots, STEP_WRITTEN] == 0), state.fingerprints[slots])
+        firsts = state.sources.firsts
+        return FirstWrites(
+            slots, usable & (state.records[slots, STEP_WRITTEN] == 0), state.fingerprints[slots][:, firsts]
+        )
 
     def compare(self, state: RegionState, writes: FirstWrites) -> None:
         """After the forward: looks whether it changed the bytes of ``writes``, where known."""
-        sure = state.sources.descriptors[:, Descriptor.SURE] != 0
-        judged = writes.first[:, None] & (writes.before != 0) & sure
-        same = judged & (state.fingerprints[writes.slots] == writes.before)
+        judged = writes.first[:, None] & (writes.before != 0) & state.sources.sure
+        same = judged & (state.fingerprints[writes.slots][:, state.sources.firsts] == writes.before)
         self._add(self.tallies[self.rows[state.region.name]][1:], judged.sum(0), same.sum(0), (9, 10))
 
     def _add(self, tallies: Tensor, count: Tensor, bad: Tensor, share: tuple[int, int]) -> None:

@@ -4,7 +4,7 @@
 rest is host work for another thread. Nothing here runs without a finding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from canary_core.ops import histories
 from canary_core.ops.fingerprint_keys import PUBLIC, FingerprintKeys
 from canary_core.ops.histories import Happening
 from canary_core.ops.state import RegionState
+from canary_core.ops.sums import PER_GROUP
 from canary_core.ops.torch import plan
 from canary_core.ops.torch.stack import stacks
+from canary_core.ops.torch.sums import stored_and_found, summed
 from canary_core.ops.upload import upload
 from canary_core.records import HISTORY, POSITION, STATES, STEP_WRITTEN, WRITER, Clock, Kind, State, Status
 from canary_core.region import Region
@@ -237,13 +239,10 @@ def take(
     donors = torch.where(matches[:, 0] != 0, matches[:, 1], region.slots)[:MOST_READ]
     every_slot = torch.cat((slots, donors, mates))
     safe = every_slot.clamp(0, region.slots - 1)
-    records, stored = state.records[safe], state.fingerprints[safe]
-    found = torch.zeros_like(stored) if state.readable else stored.clone()
+    records = state.records[safe]
+    stored, found = _fingerprints(state, safe)
     words: list[Tensor] = [torch.zeros(0, device="cpu")] * len(state.sources)
     for stack in stacks(state) if state.readable else ():
-        there = stack.like.has_bytes(safe)
-        value, _ = stack.fold(state, torch.where(there, safe, 0))
-        found[:, stack.columns] = torch.where(there, value, 0).T
         read = known.clamp(0, region.slots - 1)
         content = stack.words(torch.where(stack.like.has_bytes(read), read, 0)).to(torch.int32)
         for place, column in enumerate(stack.indices):
@@ -258,6 +257,14 @@ def take(
     step = state.shared.clock[Clock.NEXT : Clock.NEXT + 1].clone()
     copy = HostCopy(every_slot, records, stored, found, matches, right, row, past, step, *words)
     return Taken(state, len(known), _facts(state), lookups, copy, [_on_host(e, copied) for e in history], copies)
+
+
+def _fingerprints(state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Recorded and found, int64 ``[n, sources]``, the same where no bytes can be read."""
+    if state.readable:
+        return stored_and_found(state, slots)
+    stored = state.fingerprints[slots][:, [state.sources.column_of(i) for i in range(len(state.sources))]]
+    return stored, stored.clone()
 
 
 def _table_row(state: RegionState, view: BatchView | None, reader: int | None, position: int | None) -> Tensor:
@@ -310,13 +317,16 @@ def _readable(state: RegionState) -> int:
 
 
 def _lookups(incident: Incident, state: RegionState) -> list[tuple[int, int, int]]:
-    """Slot, column, and column to search: for findings about bytes their own one, for the first one all similar ones,
-    since a copy may have gone to another layer."""
-    columns = {s.name: i for i, s in enumerate(state.sources)}
+    """Slot, source, and source to search: for findings about bytes their own one, for the first one all similar ones,
+    since a copy may have gone to another layer. Of sources that share fingerprints only all together are looked for."""
+    columns = {label.name: i for i, label in enumerate(state.sources.labels)}
     out: list[tuple[int, int, int]] = []
-    for violation in _of_bytes(incident, state.region):
+    for violation in _of_bytes(incident, state.region, columns):
         column = columns[violation.source or ""]
         slot = violation.slot or 0
+        if state.sources.sums:
+            out += [(slot, columns[name], columns[name]) for name in violation.sources or ()]
+            continue
         out.append((slot, column, column))
         if len(out) == 1:
             like = state.sources[column].slot_words
@@ -324,10 +334,10 @@ def _lookups(incident: Incident, state: RegionState) -> list[tuple[int, int, int
     return out
 
 
-def _of_bytes(incident: Incident, region: Region) -> list[Violation]:
+def _of_bytes(incident: Incident, region: Region, names: Collection[str]) -> list[Violation]:
     of_region = [v for v in incident.findings if v.kind is Kind.BYTES and v.region == region.name]
     # A finding that a plugin made may name anything, and an index beyond a tensor ends a GPU's process.
-    found = [v for v in of_region if v.found_value and v.source and 0 <= (v.slot or 0) < region.slots]
+    found = [v for v in of_region if v.found_value and v.source in names and 0 <= (v.slot or 0) < region.slots]
     # From everywhere in the list, not from one end of it.
     return found[:1] + found[1 :: -(-len(found) // MOST_LOOKUPS)] if len(found) > MOST_LOOKUPS else found
 
@@ -337,6 +347,8 @@ def _matches(state: RegionState, lookups: Sequence[tuple[int, int, int]], device
     and freed since count as well."""
     if not lookups:
         return torch.zeros((0, 2), dtype=torch.int64, device=device)
+    if state.sources.sums:
+        return _group_matches(state, lookups)
     values = _found_values(state, lookups, device)
     salts = state.sources.salts
     rows = []
@@ -349,6 +361,20 @@ def _matches(state: RegionState, lookups: Sequence[tuple[int, int, int]], device
             hit.narrow(0, slot, 1).zero_()
         rows.append(torch.stack((hit.any().long(), hit.int().argmax())))
     return torch.stack(rows)
+
+
+def _group_matches(state: RegionState, lookups: Sequence[tuple[int, int, int]]) -> Tensor:
+    """As `_matches`, where all sources of a group have the bytes of one other slot."""
+    hits: dict[tuple[int, int], Tensor] = {}
+    for slot, source, _ in lookups:
+        first = state.sources.column_of(source)
+        if (slot, first) not in hits:
+            numbers = summed(state, upload([slot], state.records.device)).numbers[0, first : first + PER_GROUP]
+            hit = (state.fingerprints[:, first : first + PER_GROUP] == numbers).all(1)
+            hit &= state.records[:, STEP_WRITTEN] != 0
+            hit.narrow(0, slot, 1).zero_()
+            hits[slot, first] = torch.stack((hit.any().long(), hit.int().argmax()))
+    return torch.stack([hits[slot, state.sources.column_of(source)] for slot, source, _ in lookups])
 
 
 def _found_values(state: RegionState, lookups: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:

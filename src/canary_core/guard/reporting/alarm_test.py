@@ -46,7 +46,10 @@ class AlarmTest:
         self.probe: Callable[[RegionState, int], None] = lambda state, source: None
         """`Scrub.probe`, once there is a scrub."""
         self._on_thread = on_thread
-        self._turns = cycle([(state, source) for state in states for source in range(len(state.sources))])
+        ends = [(state, len(state.sources.labels)) for state in states]
+        self._turns = cycle([
+            (state, index) for state, end in ends for index in range(end - len(state.sources.judged), end)
+        ])  # fmt: skip
         self._due: float | None = None
         self._asked = 0.0
         self._last = 0.0

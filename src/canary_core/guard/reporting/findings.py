@@ -374,7 +374,7 @@ class Reporter:
         """One ring row as a `Violation`."""
         state = self._states[row[Row.REGION]]
         kind = Kind(row[Row.KIND])
-        source = state.sources[row[Row.SOURCE]] if row[Row.SOURCE] >= 0 else None
+        source = state.sources.labels[row[Row.SOURCE]] if row[Row.SOURCE] >= 0 else None
         page_size = state.region.sources[0].page_size
         word = row[Row.STORED_POSITION]
         stored = word >= 0
@@ -396,6 +396,7 @@ class Reporter:
             source=source.name if source else None,
             layer=source.layer if source else None,
             half=source.half if source else None,
+            sources=source.several or None if source else None,
             position=_known(row[Row.POSITION]),
             token=_known(row[Row.TOKEN]),
             stored_state=State.of(word) if stored else None,
@@ -433,7 +434,7 @@ class Reporter:
             more = row[Row.FOUND_VALUE] - row[Row.STORED_VALUE]
             name, writer = self._table_name(kind, row), self.writers.name(row[Row.WRITER])
             return hash((kind, state.region.name, name, writer, more))
-        source = state.sources[row[Row.SOURCE]].name if row[Row.SOURCE] >= 0 else None
+        source = state.sources.labels[row[Row.SOURCE]].name if row[Row.SOURCE] >= 0 else None
         written = _known(row[Row.STEP_WRITTEN]) if row[Row.STEP_WRITTEN] else None
         found = row[Row.FOUND_VALUE] if kind in _FOUND else None
         key = (kind, state.region.name, row[Row.SLOT], source, written, found)

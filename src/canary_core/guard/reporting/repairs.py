@@ -95,6 +95,8 @@ class Repairs:
         if not config.repair or not workspace.states:
             return None
         reason = _unable(config)
+        if reason is None and not any(state.repairs for state in workspace.states.values()):
+            reason = "no region has fingerprints of each layer: see CANARY_MEMORY"
         if reason is None:
             return cls(workspace, switch, audit, condemn, incidents)
         switch.tell(Event("repair_off", "warning", {"reason": reason}))
@@ -110,7 +112,7 @@ class Repairs:
             # A read may have findings of two rounds.
             return True
         state = self._workspace.states[violation.region]
-        if self._audit.due or not state.readable or len(self._waiting) >= MOST_WAITING:
+        if self._audit.due or not (state.readable and state.repairs) or len(self._waiting) >= MOST_WAITING:
             return False
         if state.sources[_column(state, violation)].alignment < LEAST_ALIGNMENT:
             self.outcomes["unaligned"] += 1

@@ -35,7 +35,8 @@ class WrongMemory:
         self._states = workspace.states
         # Of a cache that every forward makes anew, sources are made only where somebody asks for them.
         self._names: dict[str, list[str | None]] = {
-            region: [None, *(source.name for source in state.sources)] for region, state in workspace.states.items()
+            region: [None, *(label.name for label in state.sources.judged)]
+            for region, state in workspace.states.items()
         }
         self._raises = workspace.config.mode == "raise"
         self._proofs: dict[Doubted, Proof] = {}
@@ -115,8 +116,8 @@ class WrongMemory:
         self.withheld[violation.kind] = self.withheld.get(violation.kind, 0) + 1
 
     def _event(self, region: str, new: set[Doubted]) -> Event:
-        sources = [s.name for s in self._states[region].sources if (region, s.name) in new]
-        every = len(self._states[region].sources)
+        sources = [s.name for s in self._states[region].sources.judged if (region, s.name) in new]
+        every = len(self._states[region].sources.judged)
         fields: dict[str, object] = {"region": region, "told": self._told.get(region, 0)}
         reasons = []
         if (region, None) in new:

@@ -12,7 +12,7 @@ from torch import Tensor
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch import plan
-from canary_core.ops.torch.stack import stacks
+from canary_core.ops.torch.sums import stored_and_found
 from canary_core.records import POSITION, UNPARKED, Clock, Kind, State, Status
 from canary_core.region import KVSource, Role
 from canary_core.violation import Violation
@@ -192,7 +192,8 @@ class Scene:
         """One slot of ``mask`` at random with known and intact bytes in ``source``: damage to an already broken slot
         could repair it."""
         column = next(i for i, s in enumerate(self.state.sources) if s.name == source.name)
-        slots = (mask & (self.state.fingerprints[:, column] != 0)).nonzero()[:, 0]
+        known = self.state.fingerprints[:, self.state.sources.column_of(column)] != 0
+        slots = (mask & known).nonzero()[:, 0]
         drawn = self.random.sample(range(len(slots)), min(len(slots), LOOKED))
         slots = slots[torch.tensor(drawn, dtype=torch.int64, device=slots.device)]
         slots = slots[~self.broken(slots)[:, column]]
@@ -200,13 +201,8 @@ class Scene:
 
     def broken(self, slots: Tensor) -> Tensor:
         """Whether each of ``slots`` (int64 ``[n]``) has other bytes than fingerprinted: bool ``[n, sources]``."""
-        broken = torch.zeros(len(slots), len(self.state.sources), dtype=torch.bool, device=slots.device)
-        for stack in stacks(self.state):
-            there = stack.like.has_bytes(slots)
-            value, _ = stack.fold(self.state, torch.where(there, slots, 0))
-            stored = self.state.fingerprints[slots[:, None], stack.columns].T
-            broken[:, stack.columns] = (there & (stored != 0) & (value != stored)).T
-        return broken
+        stored, found = stored_and_found(self.state, slots)
+        return (stored != 0) & (found != stored)
 
     def injection(self, kinds: tuple[Kind, ...], **about: object) -> Injection:
         """An `Injection` of this fault, now and here."""

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from canary_core.ops.kernels.common import report_record, split_head
 from canary_core.ops.kernels.fold import fold, has_bytes, load_strip
+from canary_core.ops.kernels.sums import compare_sums
 from canary_core.ops.kernels.words import CLOCK_NEXT, KIND_BYTES, KIND_PROBE, READ_STATE, WRITTEN
 
 
@@ -24,9 +25,24 @@ def compare(
     kernel first asks whether a slot was written; and for long slots, slow to read and mostly unknown, whether the
     fingerprint is known.
     """
-    ABREAST: tl.constexpr = BYTES.ABREAST > 0
     if not EAGER:
         m = m & is_written(tl.load(region.p_records + slot * 4, mask=m, other=0))
+    if BYTES.PARTS > 0:
+        compared = compare_sums(region, sources, slot, m, position, p_writers, i_row, phase, BYTES, probe)
+    else:
+        compared = compare_each(
+            region, sources, source, strip, slot, m, position, p_writers, i_row, phase, BYTES, probe
+        )
+    return compared
+
+
+@triton.jit
+def compare_each(
+    region, sources, source, strip, slot, m, position, p_writers, i_row, phase,
+    BYTES: tl.constexpr, probe=None,
+):  # fmt: skip
+    """`compare` where each source has a fingerprint of its own."""
+    ABREAST: tl.constexpr = BYTES.ABREAST > 0
     present = m & has_bytes(source, slot, BYTES, 0)
     old = tl.load(sources.p_fingerprints + slot * sources.count + source.column, mask=present, other=0)
     if probe is not None:

@@ -39,14 +39,17 @@ class SampleFields(NamedTuple):
 
 
 class SourceFields(NamedTuple):
-    """The sources of a group, and the fingerprints of all ``count`` sources of the region."""
+    """The sources of a group, and the region's fingerprints, ``count`` of a slot. p_weights and named, the number of
+    the region's sources, are for `sums.Sums`."""
 
     p_descriptors: Any
     p_columns: Any
     p_keys: Any
     p_salts: Any
+    p_weights: Any
     p_fingerprints: Any
     count: Any
+    named: Any
 
 
 class BatchFields(NamedTuple):
@@ -137,9 +140,11 @@ class ByteConstants(NamedTuple):
 
     `STRIPS`: of each source that a program takes together, first the wide one and then the narrow one, if there is one.
     `SLOTS`: of a tile. `ABREAST`: sources of one slot taken together, of `SOURCES`; 0 where a program takes one.
+    `PARTS`: most sources that share fingerprints, see `sums.Sums`; 0 where each has its own.
     """
 
     STRIPS: tuple[Strip, ...]
     SLOTS: int
     ABREAST: int
     SOURCES: int
+    PARTS: int

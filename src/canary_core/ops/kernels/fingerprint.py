@@ -13,6 +13,7 @@ from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.kernels.common import claim_of, report_record, split_head
 from canary_core.ops.kernels.fold import describe, fold, has_bytes, keep, spread
 from canary_core.ops.kernels.launch import MOST_PROGRAMS, arguments, group_launches, jit
+from canary_core.ops.kernels.sums import look_at_null_sums, record_sums
 from canary_core.ops.kernels.tiles import SCRUB_TILES, WRITE_TILES
 from canary_core.ops.kernels.words import (
     CLOCK_NEXT,
@@ -88,7 +89,11 @@ def fingerprint_written(region, sources, p_tokens, p_writers, tokens, judged_nul
     looks = tl.program_id(1) == apart
     tokens = tl.where(looks, 0, tokens)
     if looks:
-        look_at_null(region, sources, region.null_first + step % judged_nulls, step, BYTES)
+        null = region.null_first + step % judged_nulls
+        if BYTES.PARTS > 0:
+            look_at_null_sums(region, sources, null, step, BYTES)
+        else:
+            look_at_null(region, sources, null, step, BYTES)
     if BYTES.ABREAST > 0:
         for i in range(tl.program_id(1), tokens, apart * SLOTS):
             o_looked = i + apart * tl.arange(0, SLOTS)
@@ -126,6 +131,19 @@ def record_tile(
 ):  # fmt: skip
     """Fingerprints and judges the bytes written by tokens ``o_token`` to ``slot``, a row of the tile each; returns
     ``recorded`` plus their number of bytes."""
+    if BYTES.PARTS > 0:
+        recorded = record_sums(region, sources, p_tokens, p_writers, step, o_token, word, slot, usable, recorded, BYTES)
+    else:
+        recorded = record_each(region, sources, p_tokens, p_writers, step, o_token, word, slot, usable, recorded, BYTES)
+    return recorded
+
+
+@triton.jit
+def record_each(
+    region, sources, p_tokens, p_writers, step, o_token, word, slot, usable, recorded,
+    BYTES: tl.constexpr,
+):  # fmt: skip
+    """`record_tile` where each source has a fingerprint of its own."""
     # All that is small is asked for before the bytes and looked at after them.
     claim = tl.load(region.p_claims + slot, mask=usable, other=0)
     token = tl.load(p_tokens + o_token, mask=usable, other=0).to(tl.int64)

@@ -33,9 +33,22 @@ def describe(sources, S: tl.constexpr, BYTES: tl.constexpr):
     N: tl.constexpr = len(BYTES.STRIPS)
     if BYTES.ABREAST > 0:
         o_source = tl.program_id(0) * BYTES.ABREAST + tl.arange(0, BYTES.ABREAST)
-        column = tl.load(sources.p_columns + tl.minimum(o_source, BYTES.SOURCES - 1) * N + S)
+        source = described(sources, tl.load(sources.p_columns + tl.minimum(o_source, BYTES.SOURCES - 1) * N + S))
+        present = tl.where(o_source < BYTES.SOURCES, source.present, 0)
+        source = Source(
+            column=source.column, salt=source.salt, address=source.address, page_stride=source.page_stride,
+            slot_stride=source.slot_stride, chunk_stride=source.chunk_stride, present=present, words=source.words,
+        )  # fmt: skip
+    elif BYTES.PARTS > 0:
+        source = part(sources, 0, BYTES)
     else:
-        column = tl.load(sources.p_columns + tl.program_id(0) * N + S)
+        source = described(sources, tl.load(sources.p_columns + tl.program_id(0) * N + S))
+    return source
+
+
+@triton.jit
+def described(sources, column):
+    """The source, or the block of sources, with this index."""
     p_source = sources.p_descriptors + column * SOURCE_FIELDS
     chunk_words = (tl.load(p_source + SOURCE_CHUNK_BYTES) + 3) // 4
     words = (tl.load(p_source + SOURCE_CHUNKS) * chunk_words).to(tl.int32)
@@ -44,11 +57,27 @@ def describe(sources, S: tl.constexpr, BYTES: tl.constexpr):
     slot = tl.load(p_source + SOURCE_SLOT_STRIDE)
     chunk = tl.load(p_source + SOURCE_CHUNK_STRIDE)
     present = tl.load(p_source + SOURCE_PRESENT)
-    if BYTES.ABREAST > 0:
-        present = tl.where(o_source < BYTES.SOURCES, present, 0)
     return Source(
         column=column, salt=salt, address=address, page_stride=page, slot_stride=slot, chunk_stride=chunk,
         present=present, words=words,
+    )  # fmt: skip
+
+
+@triton.jit
+def group(sources, BYTES: tl.constexpr):
+    """Number of the program's group of sources that share fingerprints."""
+    return tl.load(sources.p_columns + tl.program_id(0) * (BYTES.PARTS + 1))
+
+
+@triton.jit
+def part(sources, i, BYTES: tl.constexpr):
+    """The ``i``-th source of the program's group; one without bytes after the last."""
+    column = tl.load(sources.p_columns + tl.program_id(0) * (BYTES.PARTS + 1) + 1 + i)
+    source = described(sources, tl.maximum(column, 0))
+    return Source(
+        column=source.column, salt=source.salt, address=source.address, page_stride=source.page_stride,
+        slot_stride=source.slot_stride, chunk_stride=source.chunk_stride,
+        present=tl.where(column < 0, 0, source.present), words=source.words,
     )  # fmt: skip
 
 
@@ -71,12 +100,48 @@ def tile_of(i, BYTES: tl.constexpr):
 @triton.jit
 def keep(sources, p_kept, slot, m, BYTES: tl.constexpr):
     """Writes the fingerprints of slots, of all sources that this program takes together, to ``p_kept``: int64 ``[slots,
-    sources]``."""
-    for s in tl.static_range(len(BYTES.STRIPS)):
-        source = describe(sources, s, BYTES)
-        there = m & has_bytes(source, slot, BYTES, s)
-        value, _odd = fold(sources, source, slot, there, BYTES, s, False, False)
-        tl.store(p_kept + slot * sources.count + source.column, value, mask=there)
+    count]``."""
+    if BYTES.PARTS > 0:
+        p_first = p_kept + slot * sources.count + group(sources, BYTES) * 2
+        first, second, parts, _odd = fold_sums(sources, slot, m, BYTES, False)
+        tl.store(p_first, first, mask=parts > 0)
+        tl.store(p_first + 1, second, mask=parts > 0)
+    else:
+        for s in tl.static_range(len(BYTES.STRIPS)):
+            source = describe(sources, s, BYTES)
+            there = m & has_bytes(source, slot, BYTES, s)
+            value, _odd = fold(sources, source, slot, there, BYTES, s, False, False)
+            tl.store(p_kept + slot * sources.count + source.column, value, mask=there)
+
+
+@triton.jit
+def fold_sums(sources, slot, m, BYTES: tl.constexpr, FLOATS: tl.constexpr):
+    """Both numbers of each slot for the program's group, int64, see `sums.Sums`; the number of sources with bytes of
+    it, int32, 0 where ``m`` is false; and, with `FLOATS`, a number that isn't 0 where a float has all its exponent bits
+    set."""
+    BLOCK_WORDS: tl.constexpr = BYTES.STRIPS[0].load_words
+    SUM_WORDS: tl.constexpr = BYTES.STRIPS[0].sum_words
+    ROWS: tl.constexpr = slot.shape[0]
+    first = tl.zeros((ROWS, BLOCK_WORDS // SUM_WORDS), tl.uint64)
+    second = tl.zeros((ROWS, BLOCK_WORDS // SUM_WORDS), tl.uint64)
+    odd = tl.zeros((ROWS, BLOCK_WORDS), tl.uint32)
+    parts = tl.zeros((ROWS,), tl.int32)
+    for i in range(BYTES.PARTS):
+        source = part(sources, i, BYTES)
+        there = m & has_bytes(source, slot, BYTES, 0)
+        total, bits = fold_lanes(sources, source, slot, there, BYTES, 0, False, FLOATS)
+        weight = tl.load(sources.p_weights + source.column).to(tl.uint64, bitcast=True)
+        first += total
+        second += total * weight
+        odd = odd | bits
+        parts += there.to(tl.int32)
+    found = tl.zeros_like(slot).to(tl.uint32)
+    if FLOATS:
+        found = tl.max(odd, 1)
+    p_salt = sources.p_salts + sources.named + group(sources, BYTES) * 2
+    one = tl.load(p_salt) + tl.sum(first, 1).to(tl.int64, bitcast=True)
+    other = tl.load(p_salt + 1) + tl.sum(second, 1).to(tl.int64, bitcast=True)
+    return one, other, parts, found
 
 
 @triton.jit
@@ -95,6 +160,18 @@ def fold_rows(
     sources, source, slot, m, BYTES: tl.constexpr, S: tl.constexpr, ROLLED: tl.constexpr, FLOATS: tl.constexpr
 ):
     """As `fold` for slots of one source."""
+    total, odd = fold_lanes(sources, source, slot, m, BYTES, S, ROLLED, FLOATS)
+    found = tl.zeros_like(slot).to(tl.uint32)
+    if FLOATS:
+        found = tl.max(odd, 1)
+    return source.salt + tl.sum(total, 1).to(tl.int64, bitcast=True), found
+
+
+@triton.jit
+def fold_lanes(
+    sources, source, slot, m, BYTES: tl.constexpr, S: tl.constexpr, ROLLED: tl.constexpr, FLOATS: tl.constexpr
+):
+    """The sums of `fold_rows` before the lanes of a slot are added up: uint64 ``[slots, lanes]``, and its odd bits."""
     BLOCK_WORDS: tl.constexpr = BYTES.STRIPS[S].load_words
     UNROLL: tl.constexpr = BYTES.STRIPS[S].unrolled
     SUM_WORDS: tl.constexpr = BYTES.STRIPS[S].sum_words
@@ -128,10 +205,7 @@ def fold_rows(
             total += terms
             if FLOATS:
                 odd = odd | (((word & exponent) + increment) & carry)
-    found = tl.zeros_like(slot).to(tl.uint32)
-    if FLOATS:
-        found = tl.max(odd, 1)
-    return source.salt + tl.sum(total, 1).to(tl.int64, bitcast=True), found
+    return total, odd
 
 
 @triton.jit

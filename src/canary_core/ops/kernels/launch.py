@@ -267,8 +267,9 @@ def region_arguments(state: RegionState) -> Arguments:
 def source_arguments(state: RegionState, group: SourceGroup) -> Arguments:
     """``sources``."""
     sources = state.sources
-    tensors = sources.descriptors, group.columns, sources.keys, sources.salts, state.fingerprints
-    return arguments(SourceFields(*tensors, len(sources)))
+    weights = sources.sums.weights if sources.sums else sources.salts
+    tensors = sources.descriptors, group.columns, sources.keys, sources.salts, weights, state.fingerprints
+    return arguments(SourceFields(*tensors, sources.columns, len(sources)))
 
 
 def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> tuple[Arguments, TableLaunches]:
@@ -363,9 +364,9 @@ def group_launches(
     if known is None:
         known = state.launches.by_group[op, table] = []
         for group in state.sources.groups if groups is None else groups:
-            tile = tiles.long if is_long(state, group) else tiles.usual
+            tile = tiles.long if is_long(state, group) else tiles.summed if group.parts else tiles.usual
             fixed = (region_arguments(state), source_arguments(state, group))
-            every = ({"TABLE": table} if table else {}) | {"BYTES": constants(group.shapes, tile, len(group.columns))}
+            every = ({"TABLE": table} if table else {}) | {"BYTES": constants(group, tile)}
             blocks = -(-len(group.columns) // max(tile.abreast, 1))
             # Rounded down: with a program more for each block some would not fit, and run when the others are done.
             over_slots = max(programs(state, tile.programs) // (blocks if tile.programs else 1), 1)

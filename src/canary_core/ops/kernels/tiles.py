@@ -37,10 +37,12 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The two tiles of one kernel: for slots of usual length, such as KV rows, and for long ones."""
+    """The tiles of one kernel: for slots of usual length, such as KV rows, for long ones, and for those of sources that
+    share fingerprints."""
 
     usual: Tile
     long: Tile
+    summed: Tile
 
 
 SCRUB_TILE = Tile(32, 2, 2)
@@ -56,13 +58,15 @@ VERIFY_TILE = WRITE_TILE = Tile(32, 1, 1, sum_words=4, stages=4, programs=0)
 # and adds them up without the others.
 LONG_TILE = Tile(1, 16, 2, columns=2048, abreast=2)
 """Many warps, since few requests make few programs; benchmarks/history/tuning.md has the tiles measured beside it."""
+SUMMED_TILE = Tile(READ_TILE, 1, 2, sum_words=4)
+"""A program goes through all sources of a group with the slots of a tile."""
 LOOKED_UP = 128
 """Tokens of a batch looked at together by a program for long slots."""
 
-WRITE_TILES = Tiles(WRITE_TILE, LONG_TILE._replace(slots=LOOKED_UP))
-READ_CHECK_TILES = Tiles(READ_CHECK_TILE, LONG_TILE._replace(slots=READ_TILE))
-SCRUB_TILES = Tiles(SCRUB_TILE, LONG_TILE)
-VERIFY_TILES = Tiles(VERIFY_TILE, LONG_TILE)
+WRITE_TILES = Tiles(WRITE_TILE, LONG_TILE._replace(slots=LOOKED_UP), SUMMED_TILE)
+READ_CHECK_TILES = Tiles(READ_CHECK_TILE, LONG_TILE._replace(slots=READ_TILE), SUMMED_TILE)
+SCRUB_TILES = Tiles(SCRUB_TILE, LONG_TILE, SUMMED_TILE)
+VERIFY_TILES = Tiles(VERIFY_TILE, LONG_TILE, SUMMED_TILE)
 
 LONG_WORDS = 8192
 """A slot of more words in one source is long: more than a row of 128 heads of 128 bfloat16 has."""
@@ -76,13 +80,14 @@ def is_long(state: RegionState, group: SourceGroup) -> bool:
     return group.shapes[0].words > most
 
 
-def constants(shapes: tuple[SourceShape, ...], tile: Tile, sources: int) -> ByteConstants:
-    """Of a kernel for ``sources`` sources, or pairs of sources, of these shapes with ``tile``."""
-    first, *narrow = shapes
+def constants(group: SourceGroup, tile: Tile) -> ByteConstants:
+    """Of a kernel for the sources of ``group`` with ``tile``."""
+    first, *narrow = group.shapes
     block, unrolled = loads(first, tile)
     strips = [_strip(first, block, unrolled, min(tile.sum_words, block), tile.stages)]
     strips += [_strip(shape, _whole(shape)) for shape in narrow]
-    return ByteConstants(tuple(strips), tile.slots, tile.abreast, sources if tile.abreast else 0)
+    abreast = len(group.columns) if tile.abreast else 0
+    return ByteConstants(tuple(strips), tile.slots, tile.abreast, abreast, group.parts)
 
 
 def _strip(shape: SourceShape, load_words: int, unrolled: int = 1, sum_words: int = 1, stages: int = 0) -> Strip:

@@ -9,6 +9,7 @@ from canary_core.ops.blocks import BlockShape
 from canary_core.ops.mapping import int64_words
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch.stack import stacks
+from canary_core.ops.torch.sums import keep_sums
 from canary_core.records import (
     BLOCK_FLAGS,
     BLOCK_HASH,
@@ -33,6 +34,9 @@ def adopt(state: RegionState, slots: Tensor) -> None:
     are left out."""
     slot = slots.long()
     slot = slot[(slot >= 0) & (slot < state.region.slots)]
+    if state.sources.sums:
+        keep_sums(state, slot)
+        return
     for stack in stacks(state):
         there = slot[stack.like.has_bytes(slot)]
         value, _ = stack.fold(state, there)

@@ -6,12 +6,16 @@ from torch import Tensor
 from canary_core.ops.mapping import Seen
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch.stack import report_bytes, stacks
+from canary_core.ops.torch.sums import compare_sums
 from canary_core.records import PROBE, Clock, Counter, Kind, Phase, Row, State
 
 
 def compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor], probe: int = -1) -> None:
     """Compares bytes, except where a fingerprint is 0 (unknown). ``probe``: the source for which all bits of the first
     slot's fingerprint are inverted; a difference is a `PROBE` there, whatever the record says."""
+    if state.sources.sums:
+        compare_sums(state, seen, phase, about, probe)
+        return
     written = seen.usable & (seen.state == State.WRITTEN)
     # Nearly all slots that a batch reads or a scrub lists were written, so a kernel looks at the record only where
     # bytes differ.

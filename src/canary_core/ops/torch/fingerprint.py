@@ -8,6 +8,7 @@ from canary_core.ops.state import RegionState
 from canary_core.ops.torch import plan
 from canary_core.ops.torch.record import won
 from canary_core.ops.torch.stack import report_bytes, stacks
+from canary_core.ops.torch.sums import fingerprint_sums, keep_sums, look_at_null_sums
 from canary_core.records import FIRST_CONTENT, Clock, Counter, Descriptor, Kind, NullBytes, Phase, Row, Status
 
 
@@ -37,6 +38,9 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         Row.WRITER: batch.writers[writes.row].long(),
         Row.STEP: state.shared.clock[Clock.NEXT] * 8 + Phase.POST_FORWARD,
     }
+    if state.sources.sums:
+        fingerprint_sums(state, seen, other, token, about)
+        return
     sure = state.sources.descriptors[:, Descriptor.SURE] != 0
     for stack in stacks(state):
         there = stack.like.has_bytes(slot)
@@ -59,6 +63,9 @@ def _look_at_null(state: RegionState) -> None:
     seen = see(state, slot, torch.full_like(slot, Status.OK))
     nobody = torch.full_like(slot, -1)
     about = {Row.POSITION: nobody, Row.TOKEN: nobody, Row.WRITER: nobody, Row.STEP: step * 8 + Phase.POST_FORWARD}
+    if state.sources.sums:
+        look_at_null_sums(state, seen, about)
+        return
     for stack in stacks(state):
         there = stack.like.has_bytes(slot)
         value, odd = stack.fold(state, torch.where(there, slot, 0))
@@ -76,6 +83,9 @@ def baseline(state: RegionState) -> None:
     """At attach: fingerprints the present bytes of every slot, so that even a slot's first write can be seen to be
     lost."""
     every = torch.arange(state.region.slots, device=state.records.device)
+    if state.sources.sums:
+        keep_sums(state, every)
+        return
     for stack in stacks(state):
         slot = every[stack.like.has_bytes(every)]
         value, _ = stack.fold(state, slot)

@@ -61,10 +61,13 @@ class Proofs:
         self._writers = writers
         sources = list(state.sources)
         self._sources = sources
-        self._sure = torch.tensor([descriptor(s, False)[Descriptor.SURE] != 0 for s in sources], device="cpu")
+        self._members = state.sources.members
+        sure = [descriptor(sources[group[0]], False)[Descriptor.SURE] != 0 for group in self._members]
+        self._sure = torch.tensor(sure, device="cpu")
         # Zeros are nobody's.
         keys = state.sources.fingerprint_keys
-        self._blank = keys.sources(len(sources)) * keys.places(page_slots).sum()
+        zeros = keys.sources(len(state.sources.salts))[-state.sources.columns :]
+        self._blank = zeros * keys.places(page_slots).sum()
         self._before: dict[int, Tensor] = {}
         self._apart: dict[tuple[int, int], bool] = {}
 
@@ -100,15 +103,15 @@ class Proofs:
     def _unchanged(self, came: Came, i: int, before: Tensor) -> Disproof | None:
         """Bytes of some sources are those from before the load, and the tokens are others."""
         arrival, row = came.arrival, came.rows[i]
-        same = (before[BLOCK_VALUES:] == row[BLOCK_VALUES:]) & self._sure
+        same = (before[BLOCK_VALUES:] == row[BLOCK_VALUES:]).view(len(self._sure), -1).all(1) & self._sure
         if not bool(same.any()) or self._passed(arrival, came.blocks[i]):
             return None
         if int(before[BLOCK_SUM]) == int(arrivals.token_sums(self._tokens(came, i)[None])):
             return None
-        columns = same.nonzero()[:, 0].tolist()
+        columns = sorted(i for group in same.nonzero()[:, 0].tolist() for i in self._members[group])
         where = positions(arrival.blocks.position(came.blocks[i]), self._page_slots)
         whose = self._writers.name(int(before[BLOCK_WHO]) >> 32)
-        if len(columns) == int(self._sure.sum()):
+        if bool((same == self._sure).all()):
             of = f", which {whose} left there" if whose else ""
             return Disproof("nothing_came", columns, f"{where}{of}", whose)
         return Disproof("left_out", columns, f"{where}; {fold(self._sources, columns, 'as before the load')}", whose)

@@ -86,7 +86,7 @@ class RegionLedger:
         self._size_bytes = size_bytes
         self._begin()
         self._outbox: Outbox[Landed | Literal["before"] | None] = Outbox(
-            BLOCK_VALUES + len(state.sources), state.records.device
+            BLOCK_VALUES + state.sources.columns, state.records.device
         )
         self._awaited: Counter[int] = Counter()
         self._shared: set[str] = set()
@@ -169,7 +169,7 @@ class RegionLedger:
     def _begin(self) -> None:
         """Nothing is kept, and nothing in doubt."""
         sums_bytes = self._size_bytes // SUMS_SHARE
-        self.table = Table(len(self.state.sources), self._size_bytes - sums_bytes)
+        self.table = Table(self.state.sources.columns, self._size_bytes - sums_bytes)
         self._proofs = Proofs(self.state, self.table, self.page_slots, self._writers)
         self._sums = Doubt(sums_bytes)
         self._looked_up = self._in_doubt = 0
@@ -203,7 +203,7 @@ class RegionLedger:
 
     def _format(self, rank: int) -> Format:
         layout = PayloadLayout.of(self.state)
-        return Format(replace(layout, keys=0).digest, self.page_slots, rank, len(layout.sources), layout.keys)
+        return Format(replace(layout, keys=0).digest, self.page_slots, rank, self.state.sources.columns, layout.keys)
 
     def _gather(
         self, slots: Tensor, block: BlockShape, landed: Landed | None = None, rewritten: Tensor | None = None
@@ -322,8 +322,9 @@ class RegionLedger:
     def _difference(self, came: Came, i: int, match: Match) -> Disproof:
         """The bytes are unlike all entries of the prefix."""
         nearest = self.table.values(match.nearest)
-        columns = (nearest != came.rows[i, BLOCK_VALUES:]).nonzero()[:, 0].tolist()
-        stored = int(nearest[columns[0]])
+        values = came.rows[i, BLOCK_VALUES:]
+        columns = self.state.sources.changed(nearest.tolist(), values.tolist())
+        stored = int(nearest[self.state.sources.column_of(columns[0])])
         where = positions(came.arrival.blocks.position(came.blocks[i]), self.page_slots)
         return Disproof(
             "differing", columns, f"{where}; {fold(list(self.state.sources), columns)}", stored_value=stored
@@ -346,7 +347,7 @@ class RegionLedger:
             half=only.half if only else None,
             position=arrival.blocks.position(block),
             stored_value=proof.stored_value,
-            found_value=int(row[BLOCK_VALUES + columns[0]]),
+            found_value=int(row[BLOCK_VALUES + sources.column_of(columns[0])]),
             request=landed.request,
             stored_request=proof.stored_request,
             stored_position=proof.stored_position,

@@ -14,7 +14,7 @@ MOST_TOKENS, MOST_KV_TOKENS = 8192, 512
 """New tokens, and rows, of a forward in its digest; and those with KV in it. Later ones are left out."""
 
 MOST_SOURCES = 512
-"""Sources of a region with KV in the digest; later ones are left out."""
+"""Fingerprints of a slot with KV in the digest; later ones are left out."""
 
 
 class RankWord(IntEnum):
@@ -47,7 +47,7 @@ class RankWord(IntEnum):
     KV_UNKNOWN = 13
     """How many of the new tokens' fingerprints are unknown."""
     KV = 14
-    """Of each source, sum of the fingerprints of the new tokens' slots."""
+    """Of each of `SourceTable.judged`, sum of the fingerprints of the new tokens' slots."""
 
 
 FIRST_OF_DEVICE = RankWord.LENGTHS
@@ -75,7 +75,7 @@ def forward_digest(state: RegionState, view: BatchView, odd: Tensor, contents: b
     heads, live = state.scratch.heads[:rows], new > 0
     kv = min(count, MOST_KV_TOKENS)
     usable = (word[:kv] >> 32) == Status.OK + 1
-    prints = state.fingerprints[slot[:kv] * usable]  # [tokens, sources]
+    prints = state.fingerprints[slot[:kv] * usable][:, state.sources.firsts]  # [tokens, judged]
     sums = (
         (prefix * odd[0, :rows] + new * odd[1, :rows]).sum() + (word * second).sum(),
         (positions * first).sum(),

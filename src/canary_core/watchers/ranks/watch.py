@@ -96,7 +96,7 @@ class RankWatch:
             if state is None:
                 self._blind("no region has one token a slot", [])
                 return
-            layers = [source.layer for source in state.sources][:MOST_SOURCES]
+            layers = [label.layer for label in state.sources.judged][:MOST_SOURCES]
             folder = self._workspace.config.control_folder()
             try:
                 board = RankBoard(folder, group, self._interval, RankWord.KV + len(layers))
@@ -242,7 +242,7 @@ class RankWatch:
         # What differs once goes on to differ, in other ways: one finding until they agree again.
         if found[0].odd not in self._episodes and self._state is not None:
             self._episodes.add(found[0].odd)
-            self.report([finding(found, rows[board.group.rank], about, self._state.sources)])
+            self.report([finding(found, rows[board.group.rank], about, self._state.sources.judged)])
 
     def _look_who_is_here(self, board: RankBoard, ranks: Sequence[int]) -> None:
         """Events, once each: all ranks are present, or some are absent."""

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from canary_core.ops.sources import SourceTable
+from canary_core.ops.sources import Label, SourceTable
 from canary_core.place import Place
 from canary_core.records import Kind, Phase
-from canary_core.region import KVSource
 from canary_core.violation import Violation
 from canary_core.watchers.ranks.digest import RankWord
 from canary_core.watchers.ranks.group import RankGroup
@@ -33,7 +32,7 @@ def introduction(place: Place, group: RankGroup, sources: SourceTable) -> dict[s
     made of `RankGroup.kv`, ``sources`` and the keys of fingerprints."""
     kv, keys = None, sources.fingerprint_keys.id
     if group.kv is not None:
-        same = (group.kv, [source.name for source in sources], keys)
+        same = (group.kv, [label.name for label in sources.judged], keys)
         kv = blake2b(repr(same).encode(), digest_size=8).hexdigest()
     return {"host": place.host, "gpu": place.gpu, "process": place.pid, "rank": place.rank, "kv": kv, "keys": keys}
 
@@ -42,7 +41,7 @@ def finding(
     found: Sequence[RankDifference],
     row: Sequence[int],
     about: Mapping[int, Mapping[str, Any]],
-    sources: Sequence[KVSource],
+    sources: Sequence[Label],
 ) -> Violation:
     """The finding of all differences ``found`` in one forward. ``row``: the reporting rank's. ``about``: introductions
     of the compared ranks. ``sources``: of `RankDifference.columns`."""

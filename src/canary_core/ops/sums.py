@@ -1,0 +1,104 @@
+"""`Sums`: sources that share fingerprints, where one for each would take more memory than ``CANARY_MEMORY`` allows.
+
+With ``raw = sum(word * key)`` of a slot in each source of a group, the slot has two numbers for all of them (modulo
+2**64):
+
+    salt + sum(raw of each source)        other salt + sum(raw of each source * weight of the source)
+
+A weight is odd, and no two are the same modulo 2**33. If one source has changed by ``d``, the first number differs by
+``d`` and the second by ``d * weight``: that names the source, and ``d`` is all that is needed to find a flipped word in
+it (`hashing.only_word`). Of several changed sources only the group is known. Any two flipped bits are seen, as with one
+fingerprint a source: in the same word of two sources, where the first number may stay, the second does not.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from canary_core.config import CanaryConfig
+from canary_core.ops import hashing
+from canary_core.ops.fingerprint_keys import FingerprintKeys
+from canary_core.region import KVSource, Region
+
+FREE_BYTES = 64 << 20
+"""Fingerprints of a region that are one for each source, whatever their share of the pool."""
+
+MOST_PARTS = 32
+"""Sources of a group."""
+
+MOST_WORDS = 1024
+"""Words of a slot in one source that shares fingerprints: the fingerprint of a longer one is small beside it."""
+
+PER_GROUP = 2
+"""Numbers of a group."""
+
+
+class Sums(NamedTuple):
+    """groups: indices of each group's sources; none, and false, where each source has its own fingerprint. weights: odd
+    int64 ``[sources]``."""
+
+    groups: tuple[tuple[int, ...], ...]
+    weights: Tensor
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    @classmethod
+    def of(cls, sources: Sequence[KVSource], region: Region, config: CanaryConfig, others: int) -> "Sums":
+        """The sums for ``sources`` of ``region``, which has ``others`` bytes of Canary's for a slot beside them. Groups
+        are as small as the memory allows."""
+        own, none = 8 * len(sources), cls((), torch.zeros(0, dtype=torch.int64, device=region.device))
+        if config.memory.share is None or own * region.slots <= FREE_BYTES:
+            return none
+        room = config.memory.share * sum(source.slot_bytes for source in region.sources) - others
+        if own <= room or max(source.slot_words for source in sources) > MOST_WORDS:
+            return none
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for index, source in enumerate(sources):
+            alike.setdefault(_kind(source), []).append(index)
+        for parts in range(PER_GROUP + 1, MOST_PARTS + 1):
+            number = sum(-(-len(indices) // parts) for indices in alike.values())
+            if 8 * PER_GROUP * number <= room or parts == MOST_PARTS:
+                break
+        groups = [group for indices in alike.values() for group in _parted(indices, parts)]
+        keys = FingerprintKeys.of(config)
+        # Of the end of those words whose keys are sure, so that no source's weight is the key of one of its words.
+        weights = keys.words(hashing.SURE_WORDS)[-len(sources) :].to(region.device)
+        return cls(tuple(sorted(groups)), weights)
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a slot."""
+        return PER_GROUP * len(self.groups)
+
+    def changed(self, stored: Sequence[int], found: Sequence[int]) -> list[int]:
+        """The smallest set of sources that explains the differences between two rows of numbers, in order."""
+        out: list[int] = []
+        for number, group in enumerate(self.groups):
+            first, second = PER_GROUP * number, PER_GROUP * number + 1
+            by, weighted = found[first] - stored[first], found[second] - stored[second]
+            if by or weighted:
+                named = [i for i in group if hashing.signed(by * int(self.weights[i]) - weighted) == 0]
+                out += named if len(named) == 1 else group
+        return sorted(out)
+
+
+def explained(by: Tensor, weighted: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Which source of a group with ``weights``, int64 ``[parts]``, explains alone that its two numbers differ, ``by``
+    and ``weighted``, int64 ``[n]``: bool ``[parts, n]``; and where several must have changed, bool ``[n]``."""
+    alone = (by != 0) & (by * weights[:, None] == weighted)
+    return alone, ((by != 0) | (weighted != 0)) & ~alone.any(0)
+
+
+def _kind(source: KVSource) -> tuple[object, ...]:
+    """Sources of one group agree in this: one kernel reads them, and one rule judges them."""
+    shape = source.page_size, source.chunks, source.chunk_bytes, source.alignment, source.present_slots
+    return source.half, source.part, source.role, source.dtype, *shape
+
+
+def _parted(indices: list[int], parts: int) -> list[tuple[int, ...]]:
+    """``indices`` in as few groups of at most ``parts`` as possible, all of nearly the same size."""
+    count = -(-len(indices) // parts)
+    return [tuple(indices[i * len(indices) // count : (i + 1) * len(indices) // count]) for i in range(count)]
