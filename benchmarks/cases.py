@@ -169,6 +169,27 @@ CASES: dict[str, Case] = {
             "read_check/heads-first", "verify bytes of heads-first pages [8, 64, 128] bfloat16", ("read_check",),
             Shape(256, 4096), layout="heads-first", bar=Bar(at_least_gbps=3600), quick=True,
         ),
+        Case(
+            "read_check/shard-256", "verify bytes of a rank of 8: 16 layers × K+V × 256 B, which share fingerprints",
+            ("read_check",), Shape(64, 4096, layers=16, spare_slots=1024), layout="shard",
+            bar=Bar(at_least_gbps=3600), quick=True,
+        ),
+        Case(
+            "read_check/shard-128", "the same of float8, 128 B", ("read_check",),
+            Shape(64, 4096, layers=16, spare_slots=1024), layout="fp8-shard", bar=Bar(at_least_gbps=3600),
+        ),
+        Case(
+            "scrub/shard-256", "scrub 64 MiB of 80 layers × K+V × 256 B, which share fingerprints", ("scrub",),
+            Shape(1, 8192, sets=8, layers=80), layout="shard", scrub_bytes=64 * MIB,
+        ),
+        Case(
+            "fingerprint/shard-256-prefill-8192", "8192 new slots × 80 layers × K+V × 256 B, which share fingerprints",
+            ("fingerprint",), Shape(1, 0, 8192, sets=8, layers=80), layout="shard",
+        ),
+        Case(
+            "fingerprint_record/shard-256-decode-256", "one launch for a decode of 256, of such layers", (TOGETHER,),
+            Shape(256, 63, sets=16, layers=80), layout="shard",
+        ),
         *(
             Case(
                 f"scrub/{mib}MiB", f"scrub {mib} MiB of 32 layers × K+V × 2048 B", ("scrub",),

@@ -32,7 +32,7 @@ def gather_us(setting: Setting, budget_s: float) -> float:
 
         def launch(tile: tuple[int, int, int] = (slots_a_tile, words, unroll), programs: int = programs) -> None:
             gather_kernel[(processors * programs,)](
-                entries, setting.state.fingerprints, out, slots, len(setting.state.sources), strips[0], strips[6],
+                entries, setting.state.fingerprints, out, slots, setting.state.sources.columns, strips[0], strips[6],
                 PAGE_SIZE=page_size, STRIPS=strips[1:6] + strips[7:], NARROW=strips[11] if narrow else 0, TILE=tile[0],
                 BLOCK=tile[1], UNROLL=tile[2], num_warps=1,
             )  # fmt: skip

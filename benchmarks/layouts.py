@@ -50,6 +50,17 @@ def fp8(slots: int, layer: int, half: str, device: torch.device) -> tuple[KVSour
     return (_rows(rows, layer, half),)
 
 
+def shard(slots: int, layer: int, half: str, device: torch.device) -> tuple[KVSource, ...]:
+    """One KV head of 128 bfloat16, as a rank of 8 has it: rows of 256 bytes."""
+    return (_rows(torch.randn(slots, 128, dtype=torch.bfloat16, device=device), layer, half),)
+
+
+def fp8_shard(slots: int, layer: int, half: str, device: torch.device) -> tuple[KVSource, ...]:
+    """The same of float8: rows of 128 bytes."""
+    rows = torch.randn(slots, 128, dtype=torch.bfloat16, device=device).to(torch.float8_e4m3fn)
+    return (_rows(rows, layer, half),)
+
+
 def dsv4(slots: int, layer: int, half: str, device: torch.device) -> tuple[KVSource, ...]:
     """DeepSeek-V4's packed pages of 64 slots: 576 bytes a slot, then a strip of 8 scale bytes a slot."""
     pages = -(-slots // 64)
@@ -83,6 +94,8 @@ LAYOUTS = {
         Layout("mla", mla, ("kv",)),
         Layout("fp8", fp8, ("k", "v")),
         Layout("fp8-k", fp8, ("k",)),
+        Layout("shard", shard, ("k", "v")),
+        Layout("fp8-shard", fp8_shard, ("k", "v")),
         Layout("dsv4", dsv4, ("kv",), page_size=64),
         Layout("heads-first", heads_first, ("k",), page_size=64),
     )

@@ -71,7 +71,7 @@ def measure(case: Case, modules: Modules | None, budget_s: float) -> Result:
         high_us=timing.high_us,
         gbps=gbps,
         resident_us=resident_us,
-        gather_us=gather_us(setting, budget_s) if case.ops == ("read_check",) else None,
+        gather_us=gather_us(setting, budget_s) if case.ops == ("read_check",) and not setting.state.sources.sums else None,
         bar=str(case.bar or ""),
         met=case.bar.met(timing.us, gbps) if case.bar else None,
         peer_us=peer_us,

@@ -73,7 +73,7 @@ class Forward:
             backend.compare_tables(state, self._read_table(), [0] * 3, True)
         elif op == "gather_blocks":
             slots = self.read_slots[: len(self.read_slots) // BLOCK_SLOTS * BLOCK_SLOTS]
-            words = BLOCK_VALUES + len(state.sources)
+            words = BLOCK_VALUES + state.sources.columns
             # It changes nothing of the state, so its rows go where a comparison of two states looks.
             rows = state.chains.view(-1)[: len(slots) // BLOCK_SLOTS * words].view(-1, words)
             backend.gather_blocks(state, slots, BlockShape(BLOCK_SLOTS), rows, 0)
@@ -224,7 +224,7 @@ class Setting:
         entry = 4 / self.traffic.page_size
         plan, claim, token = 64, 8, 8
         known = 4 if self.case.tokens else 0
-        prints = 8 * len(state.sources)
+        prints = 8 * state.sources.columns
         # One sector, read and written.
         history = 0 if state.histories is None else 2 * SECTOR_BYTES
         scrubbed = int(state.cursors[Cursor.SCRUB_SLOTS])

@@ -37,12 +37,10 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of one kernel: for slots of usual length, such as KV rows, for long ones, and for those of sources that
-    share fingerprints."""
+    """The two tiles of one kernel: for slots of usual length, such as KV rows, and for long ones."""
 
     usual: Tile
     long: Tile
-    summed: Tile
 
 
 SCRUB_TILE = Tile(32, 2, 2)
@@ -59,14 +57,14 @@ VERIFY_TILE = WRITE_TILE = Tile(32, 1, 1, sum_words=4, stages=4, programs=0)
 LONG_TILE = Tile(1, 16, 2, columns=2048, abreast=2)
 """Many warps, since few requests make few programs; benchmarks/history/tuning.md has the tiles measured beside it."""
 SUMMED_TILE = Tile(READ_TILE, 1, 2, sum_words=4)
-"""A program goes through all sources of a group with the slots of a tile."""
+"""For sources that share fingerprints: a program goes through all of a group with the slots of a tile."""
 LOOKED_UP = 128
 """Tokens of a batch looked at together by a program for long slots."""
 
-WRITE_TILES = Tiles(WRITE_TILE, LONG_TILE._replace(slots=LOOKED_UP), SUMMED_TILE)
-READ_CHECK_TILES = Tiles(READ_CHECK_TILE, LONG_TILE._replace(slots=READ_TILE), SUMMED_TILE)
-SCRUB_TILES = Tiles(SCRUB_TILE, LONG_TILE, SUMMED_TILE)
-VERIFY_TILES = Tiles(VERIFY_TILE, LONG_TILE, SUMMED_TILE)
+WRITE_TILES = Tiles(WRITE_TILE, LONG_TILE._replace(slots=LOOKED_UP))
+READ_CHECK_TILES = Tiles(READ_CHECK_TILE, LONG_TILE._replace(slots=READ_TILE))
+SCRUB_TILES = Tiles(SCRUB_TILE, LONG_TILE)
+VERIFY_TILES = Tiles(VERIFY_TILE, LONG_TILE)
 
 LONG_WORDS = 8192
 """A slot of more words in one source is long: more than a row of 128 heads of 128 bfloat16 has."""

@@ -163,8 +163,9 @@ def _values(stored: Tensor, found: Tensor) -> dict[Row, Tensor]:
 def stored_and_found(state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The fingerprints recorded of ``slots`` (int64 ``[n]``), 0 where unknown, and those of the present bytes, 0 where
     there are none: int64 ``[n, sources]``. Of sources that share fingerprints the recorded one is that of the bytes, or
-    of the only source that can have changed, before its change; where several have, it is not known which, and that of
-    each is another one than found."""
+    of the only source that can have changed, before its change. Where several have, it is that of another slot of
+    ``slots`` whose bytes are the recorded ones; else it is not known which have, and each has another one than
+    found."""
     if not state.sources.sums:
         stored = state.fingerprints[slots]
         values = torch.zeros_like(stored)
@@ -180,7 +181,12 @@ def stored_and_found(state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]
         first = stored[:, PER_GROUP * number]
         by, weighted = found.of(number, first, stored)
         alone, several = explained(by, weighted, state.sources.sums.weights[list(group)])
+        # Exchanged slots have what was recorded of each other.
+        columns = slice(PER_GROUP * number, PER_GROUP * (number + 1))
+        owner = (stored[:, None, columns] == found.numbers[None, :, columns]).all(2)
+        has_owner, owner = owner.any(1), owner.int().argmax(1)
         for source, mask in zip(group, alone, strict=True):
-            value = torch.where(several, ~out[:, source], out[:, source] - by * mask)
+            unknown = torch.where(has_owner, values[owner, source], ~values[:, source])
+            value = torch.where(several, unknown, values[:, source] - by * mask)
             out[:, source] = torch.where((first != 0) & found.there[:, source], value, 0)
     return out, values
