@@ -1,6 +1,6 @@
 """What a GPU's part of a model's pool is, and what Canary's own memory beside it is: allocated, or on torch's meta device.
 
-``python -m benchmarks.shards`` prints the table; ``--device cuda`` allocates pool and records for real, 1 GB of pool a
+``python -m benchmarks.shards`` prints the table; ``--device cuda`` allocates pool and records for real, 32 GB of pool a
 region, and asks the allocator.
 """
 
@@ -17,7 +17,7 @@ from canary_core.region import RegionKind
 
 POOL_BYTES = 64 << 30
 """Of a shard, over all regions: what is left beside the weights of an 80 GB card, or less."""
-REAL_BYTES = 1 << 30
+REAL_BYTES = 32 << 30
 """The same of a region, where it is allocated."""
 
 
