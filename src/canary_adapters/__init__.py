@@ -24,7 +24,9 @@ from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.layer_stores import follow_stores
 from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.lmcache import lmcache_storage
+from canary_adapters.marked_outputs import MARK, mark
 from canary_adapters.on_stream import OnStream
+from canary_adapters.parked_prefixes import ParkedPrefix, ParkedPrefixes
 from canary_adapters.pools import (
     GrowingPool,
     JoinedPools,
@@ -49,7 +51,7 @@ from canary_adapters.recompute_requests import (
     needs_share,
     recompute_off,
 )
-from canary_adapters.recompute_scheduler import WANTED, SchedulerRequests, pairs_of
+from canary_adapters.recompute_scheduler import SchedulerRequests, deliver
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sampled_tokens import sampled_tokens
 from canary_adapters.scales import WatchedScales
@@ -75,8 +77,8 @@ __all__ = [
     "ANSWER_TOKENS",
     "CHECKED_DTYPES",
     "FIRST_CONTENT",
+    "MARK",
     "TABLE_STEP",
-    "WANTED",
     "AdapterContents",
     "Answer",
     "AnswerCheck",
@@ -113,6 +115,8 @@ __all__ = [
     "PackedPage",
     "PackedPool",
     "PagedPool",
+    "ParkedPrefix",
+    "ParkedPrefixes",
     "Part",
     "PrefixLens",
     "ProbedLayouts",
@@ -142,6 +146,7 @@ __all__ = [
     "content_numbers",
     "count_breaches",
     "default_store",
+    "deliver",
     "embedding_numbers",
     "follow_stores",
     "growing_source",
@@ -149,6 +154,7 @@ __all__ = [
     "kv_layers",
     "layer_numbers",
     "lmcache_storage",
+    "mark",
     "media_number",
     "metadata_blocks",
     "model_rounding",
@@ -157,7 +163,6 @@ __all__ = [
     "packed_page_padding",
     "packed_page_source",
     "paged_source",
-    "pairs_of",
     "probe_layout",
     "put_embeddings",
     "put_media",

@@ -1,11 +1,16 @@
 """`SchedulerRequests`: internal requests of a scheduler like vLLM's, in the scheduler's process."""
 
+import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from canary_adapters.marked_outputs import WANTED
+from canary_adapters.parked_blocks import BlockPrefix
+from canary_adapters.parked_prefixes import PARKED, GroupBlocks, ParkedPrefix, ParkedPrefixes
+from canary_adapters.recompute_pairs import RecomputePairs
 from canary_adapters.recompute_requests import (
-    GroupBlocks,
     InternalRequests,
     RecomputePair,
     Recomputes,
@@ -17,8 +22,12 @@ from canary_core import Event, Patches, emit
 
 PAIRS = "canary_recompute"
 """Attribute of the scheduler's output with a list of `RecomputePair`, pickled along."""
-WANTED = "canary_wanted"
-"""Attribute of a runner's output with requests that somebody asks a worker for."""
+
+COUNTED = "canary_counted"
+"""Attribute of the scheduler's output with counts for `Canary.stats`, by name."""
+
+REMEMBERED = 2
+"""Tokens of ended requests that are remembered, for each one that fits in the prefix cache: prefixes are shared."""
 
 MOST_OF_FREE = 2
 """An internal request gets no more than one in so many free blocks."""
@@ -30,7 +39,8 @@ class SchedulerRequests(InternalRequests):
 
     Wraps ``schedule`` and ``update_from_output`` of ``scheduler``, and ``cache_blocks`` of the manager: from the start
     with a ``share``, else once somebody asks. Outputs and blocks of internal requests reach neither clients nor the
-    prefix cache.
+    prefix cache. Wraps ``free`` of the manager, to remember what ended requests leave in the prefix cache; nothing is
+    kept there for it.
 
     ``make``: makes a request of a name, with the first tokens of another request. ``why_not``: why a request can't be
     computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
@@ -49,12 +59,23 @@ class SchedulerRequests(InternalRequests):
         self._manager = scheduler.kv_cache_manager
         self._touched = TouchedRequests()
         self._recomputes = Recomputes(self, self._touched, share)
-        self._patches = Patches()
+        self._patches, self._parks = Patches(), Patches()
+        self._timer: threading.Timer | None = None
+        groups = self._manager.kv_cache_config.kv_cache_groups
+        self._block_sizes = [int(group.kv_cache_spec.block_size) for group in groups]
+        pool = self._manager.block_pool
+        if pool.enable_caching:
+            self.parked = ParkedPrefixes(REMEMBERED * int(pool.num_gpu_blocks) * max(self._block_sizes))
+            self._parks.wrap(self._manager, "free", self._frees)
+        else:
+            self.parked = "the engine has no prefix cache"
         if share:
             self._wrap()
 
     def close(self) -> None:
         """Restores the scheduler, without an internal request."""
+        self._stop_timer()
+        self._parks.undo()
         self._recomputes.close()
         self._patches.undo()
 
@@ -69,9 +90,39 @@ class SchedulerRequests(InternalRequests):
         wanted = getattr(made, WANTED, ())
         if wanted:
             with self._sheltered():
-                self._wrap()
-                for request in wanted:
-                    self._recomputes.want(request)
+                self._want(wanted)
+
+    def idle(self, workers: Sequence[RecomputePairs], wake: Callable[[], None]) -> None:
+        """The engine has nothing to do, and will wait: for a request, or for ``wake``, which any thread may call.
+        ``workers``: those of this process."""
+        with self._sheltered():
+            self._stop_timer()
+            for worker in workers:
+                worker.wake = wake
+                self._want(worker.wanted())
+            if not self._patches.done or self._scheduler.pause_state.name != "UNPAUSED":
+                return
+            seconds = self._recomputes.idle()
+            if workers:
+                # Without a batch nothing takes them along.
+                missed = self._recomputes.missed()
+                for worker in workers:
+                    worker.compare(missed)
+            if seconds is not None:
+                self._timer = threading.Timer(seconds, wake)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _want(self, wanted: Sequence[str]) -> None:
+        if wanted:
+            self._wrap()
+        for request in wanted:
+            self._recomputes.want(request)
 
     def running(self) -> Sequence[Running]:
         """See `InternalRequests`."""
@@ -80,6 +131,9 @@ class SchedulerRequests(InternalRequests):
 
     def find(self, name: str) -> Running | None:
         """See `InternalRequests`."""
+        prefix = self._prefix(name)
+        if prefix is not None:
+            return Running(name, prefix.left(), 0, prefix.number)
         request = self._scheduler.requests.get(name)
         return _running(request) if request is not None and request in self._scheduler.running else None
 
@@ -89,8 +143,20 @@ class SchedulerRequests(InternalRequests):
         seat = len(self._scheduler.running) < self._scheduler.max_num_running_reqs
         return seat and not self._scheduler.waiting and blocks * MOST_OF_FREE <= free
 
+    def spare(self, request: str) -> bool:
+        """See `InternalRequests`. vLLM takes free blocks from the front."""
+        needed = sum(len(blocks) + 1 for blocks in self.blocks(request))
+        block = self._manager.block_pool.free_block_queue.fake_free_list_head.next_free_block
+        while needed and block is not None and not block.is_null and block.block_hash is None:
+            needed, block = needed - 1, block.next_free_block
+        return not needed
+
     def begin(self, name: str, request: str, tokens: int) -> str | None:
         """See `InternalRequests`."""
+        prefix = self._prefix(request)
+        if prefix is not None:
+            self._scheduler.add_request(self._make(name, prefix, tokens))
+            return None
         target = self._scheduler.requests[request]
         why = self._why_not(target)
         if why is None:
@@ -110,7 +176,8 @@ class SchedulerRequests(InternalRequests):
 
     def blocks(self, name: str) -> GroupBlocks:
         """See `InternalRequests`."""
-        held: GroupBlocks = self._manager.get_block_ids(name)
+        prefix = self._prefix(name)
+        held: GroupBlocks = self._manager.get_block_ids(name) if prefix is None else prefix.blocks()
         return held
 
     def end(self, name: str) -> None:
@@ -156,6 +223,36 @@ class SchedulerRequests(InternalRequests):
 
         return cache
 
+    def _prefix(self, name: str) -> ParkedPrefix | None:
+        if isinstance(self.parked, str) or not name.startswith(PARKED):
+            return None
+        return self.parked.get(name.removeprefix(PARKED))
+
+    def _frees(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def free(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if request.is_finished() and not is_internal(request.request_id):
+                with self._sheltered():
+                    self._ended(request)
+            return original(request, *args, **kwargs)
+
+        return free
+
+    def _ended(self, request: Any) -> None:
+        if isinstance(self.parked, str):
+            return
+        name = request.request_id
+        # vLLM puts eight random digits behind the client's name.
+        alias = name[:-9] if re.fullmatch("-[0-9a-f]{8}", name[-9:]) else None
+        why = self._why_not(request)
+        if why is None and request.lora_request is not None:
+            why = "its adapter may be another one by now, or gone, and an engine can end where it loads none"
+        prefix = BlockPrefix(name=name, alias=alias, why=why, touches=self._touched.of(name))
+        if why is None:
+            held = zip(self._block_sizes, self._manager.get_blocks(name).blocks, strict=True)
+            prefix.take(request.all_token_ids[: _running(request).tokens], held)
+        if why is not None or prefix.content:
+            self.parked.add(prefix)
+
     @contextmanager
     def _sheltered(self) -> Iterator[None]:
         """After an exception of ours nothing is computed again any more; none reaches the scheduler."""
@@ -164,9 +261,13 @@ class SchedulerRequests(InternalRequests):
         except Exception as error:
             reason = f"requests are not computed again: {type(error).__name__}: {error}"
             self._recomputes.stop(reason)
+            self.parked = reason
             emit(Event("hooks_left_out", "error", {"reason": reason}))
 
     def _note(self, output: Any) -> None:
+        counted = {} if isinstance(self.parked, str) else self.parked.counted()
+        if counted:
+            setattr(output, COUNTED, counted)
         for name in output.finished_req_ids:
             self._touched.ended(name)
         begun = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
@@ -179,9 +280,12 @@ class SchedulerRequests(InternalRequests):
             self._touched.began(name, hit, request.num_tokens if request is not None and request.num_preemptions else 0)
 
 
-def pairs_of(output: Any) -> Sequence[RecomputePair]:
-    """Requests that were computed again with ``output`` of the scheduler."""
-    return [one for one in getattr(output, PAIRS, ()) if isinstance(one, RecomputePair)]
+def deliver(output: Any, worker: RecomputePairs) -> None:
+    """After the forward of ``output``: has ``worker`` compare what the scheduler sent along with it. Raises
+    `ViolationError` in raise mode."""
+    worker.count(getattr(output, COUNTED, {}))
+    worker.compare([one for one in getattr(output, PAIRS, ()) if isinstance(one, RecomputePair)])
+    worker.read()
 
 
 def _running(request: Any) -> Running:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import BlockVerdict, RollCall, SchedulerRequests, needs_share, recompute_off
+from canary_adapters import MARK, BlockVerdict, RollCall, SchedulerRequests, mark, needs_share, recompute_off
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
 from canary_vllm.actions import recompute
@@ -57,6 +57,8 @@ class Hooks:
                 self._follow(f"{targets.CONNECTORS}.{kind}.pre_forward", self._connected)
         if targets.WORKER_END.problem() is None:
             self._wrap(targets.WORKER_END.name, self._worker_ends)
+        if not targets.problems(targets.IDLE):
+            self._wrap(targets.IDLE[0].name, self._has_work)
         if targets.WEIGHTS_END.problem() is None:
             self._wrap(targets.WEIGHTS_END.name, self._weights_end)
         missing = targets.problems(targets.ROLL_CALL)
@@ -176,7 +178,7 @@ class Hooks:
         if (roll_call := self._roll_calls.pop(id(scheduler.vllm_config), None)) is not None:
             with self._sheltered("outputs are not looked at"):
                 given: Any = kwargs.get("scheduler_output", args[0] if args else None)
-                roll_call.output(getattr(made, workers.ATTRIBUTE, None), int(given.total_num_scheduled_tokens))
+                roll_call.output(getattr(made, MARK, None), int(given.total_num_scheduled_tokens))
                 self._roll_calls[id(scheduler.vllm_config)] = roll_call
 
     def _given(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +193,7 @@ class Hooks:
         if session is not None:
             with session.canary.guard("mark"):
                 session.leaves()
-                workers.mark(output, session.word, session.recomputed.wanted)
+                mark(output, session.word, session.recomputed.wanted)
 
     @contextmanager
     def _sheltered(self, what: str) -> Iterator[None]:
@@ -212,7 +214,7 @@ class Hooks:
         try:
             made = session.execute(original, output)
             with session.canary.guard("mark"):
-                workers.mark(made, session.word, session.recomputed.wanted)
+                mark(made, session.word, session.recomputed.wanted)
             return made
         finally:
             self._running = None
@@ -248,6 +250,16 @@ class Hooks:
                 self._protection.joined(scheduler)
         except Exception as error:
             self._left_out("blocks of the scheduler are not followed", [f"{type(error).__name__}: {error}"])
+
+    def _has_work(self, original: Callable[[], bool], core: Any) -> bool:
+        if original():
+            return True
+        internal = self._internal.get(id(core.scheduler))
+        # Alone among ranks of data parallelism an engine may not run a batch.
+        if internal is None or not core.is_running() or hasattr(core, "dp_group"):
+            return False
+        recompute.idle(core, internal, [session.recomputed for session in self.sessions])
+        return original()
 
     def _schedule(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._act(scheduler)

@@ -1,9 +1,10 @@
 """vLLM's requests, computed again by internal ones: in the scheduler's process."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import SchedulerRequests
+from canary_adapters import RecomputePairs, SchedulerRequests
 
 
 def follow(scheduler: Any, share: float) -> SchedulerRequests:
@@ -12,6 +13,13 @@ def follow(scheduler: Any, share: float) -> SchedulerRequests:
 
     abort = partial(scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
     return SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, share)
+
+
+def idle(core: Any, requests: SchedulerRequests, workers: Sequence[RecomputePairs]) -> None:
+    """``core`` serves nobody, and is about to wait for its input."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    requests.idle(workers, partial(core.input_queue.put_nowait, (EngineCoreRequestType.WAKEUP, None)))
 
 
 def _again(name: str, target: Any, tokens: int) -> Any:
