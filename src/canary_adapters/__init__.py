@@ -26,6 +26,7 @@ from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.marked_outputs import MARK, mark
 from canary_adapters.on_stream import OnStream
+from canary_adapters.parked_blocks import free_blocks
 from canary_adapters.parked_prefixes import ParkedPrefix, ParkedPrefixes
 from canary_adapters.pools import (
     GrowingPool,
@@ -51,7 +52,7 @@ from canary_adapters.recompute_requests import (
     needs_share,
     recompute_off,
 )
-from canary_adapters.recompute_scheduler import SchedulerRequests, deliver
+from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, deliver
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sampled_tokens import sampled_tokens
 from canary_adapters.scales import WatchedScales
@@ -107,6 +108,7 @@ __all__ = [
     "GivenLens",
     "GrowingPool",
     "HashChain",
+    "IdleWorkers",
     "InternalRequests",
     "JoinedPools",
     "LayerTensors",
@@ -149,6 +151,7 @@ __all__ = [
     "deliver",
     "embedding_numbers",
     "follow_stores",
+    "free_blocks",
     "growing_source",
     "is_internal",
     "kv_layers",

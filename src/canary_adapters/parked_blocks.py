@@ -1,8 +1,8 @@
 """`BlockPrefix`: a parked prefix in blocks like vLLM's, each with a key that stands for all tokens up to its end."""
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -16,7 +16,7 @@ KeyedBlock = tuple[Any, Any]
 class BlockPrefix(ParkedPrefix):
     """It stands for the engine's own request where another one is made from it."""
 
-    groups: Sequence["_Group"] = ()
+    groups: Sequence["_Group"] = field(default=(), repr=False)
 
     client_index = 0
     lora_request = None
@@ -59,6 +59,16 @@ class _Group:
     def left(self) -> int:
         """Number of tokens from the first on."""
         return self.size * sum(1 for _ in takewhile(_keeps, self.blocks))
+
+
+def free_blocks(pool: Any) -> Iterator[Any]:
+    """The free list of vLLM's ``pool``, first to last, which may be broken: no more entries are followed than
+    possible."""
+    queue = pool.free_block_queue
+    block, left = queue.fake_free_list_head.next_free_block, len(pool.blocks) + 1
+    while block is not None and block is not queue.fake_free_list_tail and left:
+        yield block
+        block, left = block.next_free_block, left - 1
 
 
 def _keeps(block: KeyedBlock) -> bool:

@@ -1,13 +1,15 @@
 """`SchedulerRequests`: internal requests of a scheduler like vLLM's, in the scheduler's process."""
 
+import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from canary_adapters.marked_outputs import WANTED
-from canary_adapters.parked_blocks import BlockPrefix
+from canary_adapters.parked_blocks import BlockPrefix, free_blocks
 from canary_adapters.parked_prefixes import PARKED, GroupBlocks, ParkedPrefix, ParkedPrefixes
 from canary_adapters.recompute_pairs import RecomputePairs
 from canary_adapters.recompute_requests import (
@@ -29,8 +31,34 @@ COUNTED = "canary_counted"
 REMEMBERED = 2
 """Tokens of ended requests that are remembered, for each one that fits in the prefix cache: prefixes are shared."""
 
+POLL_S = 1.0
+"""Time between two looks of an idle engine at workers of other processes."""
+
 MOST_OF_FREE = 2
 """An internal request gets no more than one in so many free blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleWorkers:
+    """The workers of an idle engine: those ``here``, or those of other processes. call: has each worker of other
+    processes take messages, and returns the requests that somebody asks each for."""
+
+    here: Sequence[RecomputePairs]
+    call: Callable[[Sequence[RecomputePair]], Iterable[Sequence[str]]]
+
+    def ask(self, wake: Callable[[], None], polls: bool) -> list[str]:
+        """Requests that somebody asks for; of other processes only with ``polls``."""
+        for worker in self.here:
+            worker.wake = wake
+        asked = [worker.wanted() for worker in self.here] if self.here or not polls else self.call([])
+        return [name for names in asked for name in names]
+
+    def tell(self, pairs: Sequence[RecomputePair]) -> None:
+        """Hands over messages."""
+        for worker in self.here:
+            worker.compare(pairs)
+        if not self.here:
+            self.call(pairs)
 
 
 class SchedulerRequests(InternalRequests):
@@ -59,6 +87,8 @@ class SchedulerRequests(InternalRequests):
         self._manager = scheduler.kv_cache_manager
         self._touched = TouchedRequests()
         self._recomputes = Recomputes(self, self._touched, share)
+        self.polls = False
+        """Whether an idle engine looks at workers of other processes for what somebody asks: here they wake it."""
         self._patches, self._parks = Patches(), Patches()
         self._timer: threading.Timer | None = None
         groups = self._manager.kv_cache_config.kv_cache_groups
@@ -92,24 +122,22 @@ class SchedulerRequests(InternalRequests):
             with self._sheltered():
                 self._want(wanted)
 
-    def idle(self, workers: Sequence[RecomputePairs], wake: Callable[[], None]) -> None:
-        """The engine has nothing to do, and will wait: for a request, or for ``wake``, which any thread may call.
-        ``workers``: those of this process."""
+    def idle(self, workers: "IdleWorkers", wake: Callable[[], None]) -> None:
+        """The engine has nothing to do, and will wait: for a request, or for ``wake``, which any thread may call."""
         with self._sheltered():
             self._stop_timer()
-            for worker in workers:
-                worker.wake = wake
-                self._want(worker.wanted())
-            if not self._patches.done or self._scheduler.pause_state.name != "UNPAUSED":
+            if self._scheduler.pause_state.name != "UNPAUSED":
                 return
-            seconds = self._recomputes.idle()
-            if workers:
+            self._want(workers.ask(wake, self.polls))
+            seconds = self._recomputes.idle() if self._patches.done else None
+            missed = self._recomputes.missed()
+            if missed:
                 # Without a batch nothing takes them along.
-                missed = self._recomputes.missed()
-                for worker in workers:
-                    worker.compare(missed)
-            if seconds is not None:
-                self._timer = threading.Timer(seconds, wake)
+                workers.tell(missed)
+            poll = POLL_S if self.polls and not workers.here else None
+            waits = [one for one in (seconds, poll) if one is not None]
+            if waits:
+                self._timer = threading.Timer(min(waits), wake)
                 self._timer.daemon = True
                 self._timer.start()
 
@@ -118,10 +146,9 @@ class SchedulerRequests(InternalRequests):
             self._timer.cancel()
             self._timer = None
 
-    def _want(self, wanted: Sequence[str]) -> None:
-        if wanted:
-            self._wrap()
+    def _want(self, wanted: Iterable[str]) -> None:
         for request in wanted:
+            self._wrap()
             self._recomputes.want(request)
 
     def running(self) -> Sequence[Running]:
@@ -146,10 +173,8 @@ class SchedulerRequests(InternalRequests):
     def spare(self, request: str) -> bool:
         """See `InternalRequests`. vLLM takes free blocks from the front."""
         needed = sum(len(blocks) + 1 for blocks in self.blocks(request))
-        block = self._manager.block_pool.free_block_queue.fake_free_list_head.next_free_block
-        while needed and block is not None and not block.is_null and block.block_hash is None:
-            needed, block = needed - 1, block.next_free_block
-        return not needed
+        front = list(itertools.islice(free_blocks(self._manager.block_pool), needed))
+        return len(front) == needed and all(block.block_hash is None for block in front)
 
     def begin(self, name: str, request: str, tokens: int) -> str | None:
         """See `InternalRequests`."""

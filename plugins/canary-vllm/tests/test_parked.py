@@ -101,7 +101,7 @@ def test_a_prefix_that_goes_while_it_is_computed_again_is_gone(small):
         (session,) = HOOKS.sessions
         with verified.scaled(small, WEIGHT, 1.05):
             asked = session.recomputed.ask("goes", parked=True)
-            parked.requests(small).idle([session.recomputed], lambda: None)
+            parked.begin(small)
             assert small.step()
             assert not asked.done()
             small.pool.evict_blocks({blocks[0]})
@@ -177,7 +177,7 @@ def test_an_idle_engine_proves_prefixes_in_turn_and_leaves_the_cache_as_it_was(s
         assert {one.verdict for one in answers} == {"same"}
         # Time spent counts: at a share of 1 % it rests 99 times as long.
         recomputes._share = 0.01
-        parked.requests(small).idle([session.recomputed], lambda: None)
+        parked.begin(small)
         now[0] += 1.0
         parked.idle(small)
         session.recomputed.answers.clear()
@@ -211,7 +211,7 @@ def test_requests_of_users_go_first(small):
         (session,) = HOOKS.sessions
         parked.serve(small, "long", verified.prompt("long", 200))
         asked = session.recomputed.ask("long", parked=True)
-        parked.requests(small).idle([session.recomputed], lambda: None)
+        parked.begin(small)
         assert small.step()
         small.submit("user", verified.prompt("user", 30), 6)
         while len(small.answers["user"]) < 6:
@@ -242,8 +242,8 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(small):
     draw = random.Random(5)
     heads = [verified.prompt(f"head {n}", 96) for n in range(3)]
     rounds = [
-        [[*draw.choice(heads)[: draw.choice((32, 64, 96))], *verified.prompt((turn, n), draw.randrange(8, 60))]
-         for n in range(3)] + [verified.prompt((turn, "alone"), 180)]
+        [[*draw.choice(heads)[: draw.choice((32, 64, 96))], *verified.prompt((turn, 0), draw.randrange(8, 60))],
+         *(verified.prompt((turn, n), 220) for n in (1, 2, 3))]
         for turn in range(10)
     ]  # fmt: skip
     plain = [small.serve(prompts, 10, f"t{turn}") for turn, prompts in enumerate(rounds)]
@@ -255,7 +255,7 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(small):
             parked.idle(small, 2)
             verdicts += [one.verdict for one in parked.every(small).values()]
         assert set(verdicts) == {"same", "gone"}
-        assert verdicts.count("same") > 60
+        assert verdicts.count("same") > 40
         assert guard.trouble() == []
         assert small.pool.get_num_free_blocks() == len(small.pool.blocks) - 1
         assert small.scheduler.requests == {}

@@ -96,9 +96,13 @@ def test_an_idle_engine_verifies_what_ended_requests_left(tmp_path):
         assert done.returncode == 2
         assert "prefix of nobody: unjudged, 0 tokens (nothing is remembered that it left" in done.stdout
         assert "there is no verdict on the prefix of request 'nobody'; the reason stands beside it" in done.stderr
-        engine.stdin.write("change\n")
-        engine.stdin.flush()
-        assert engine.stdout.readline() == "changed\n"
+
+        def tell(said: str) -> None:
+            engine.stdin.write(f"{said}\n")
+            engine.stdin.flush()
+            assert engine.stdout.readline() == "done\n"
+
+        tell("change")
         done = verify("--prefix-of", "request 7")
         assert done.returncode == 1, done.stdout + done.stderr
         assert "prefix of request 7: differs, 64 tokens" in done.stdout
@@ -109,5 +113,9 @@ def test_an_idle_engine_verifies_what_ended_requests_left(tmp_path):
             found = {line["request"] for line in lines if line["event"] == "incident"} - {"request 7"}
             assert engine.poll() is None
             time.sleep(0.2)
+        tell("reset")
+        done = verify("--prefix-of", "request 5")
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "request 5: gone, 0 tokens (0 of the 64 tokens that it left in the prefix cache are still" in done.stdout
     finally:
         engine.communicate(timeout=200)

@@ -1,5 +1,5 @@
 """An engine core in a process of its own that has served some requests under guard, and is idle until the input of this
-process ends. A line of input changes a weight under the kept cache, at once.
+process ends. The line "change" changes a weight under the kept cache, "reset" empties the cache.
 
     python -m vllm_on_cpu.idle_script
 """
@@ -16,7 +16,7 @@ DECODED = 60
 
 
 def main() -> None:
-    """Prints a line once nothing runs, and one for each change."""
+    """Prints a line once nothing runs, and one for each line of input that was obeyed."""
     environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     os.environ.update(environment)
     from vllm import LLM, SamplingParams
@@ -33,9 +33,12 @@ def main() -> None:
         while engine.has_unfinished_requests():
             engine.step()
     say("idle")
-    for _ in sys.stdin:
-        llm.apply_model(scale)
-        say("changed")
+    for line in sys.stdin:
+        if line == "change\n":
+            llm.apply_model(scale)
+        else:
+            llm.reset_prefix_cache()
+        say("done")
     engine.engine_core.shutdown()
     os._exit(0)
 

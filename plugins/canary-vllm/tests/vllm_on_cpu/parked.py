@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from canary_vllm.hooks import HOOKS
 
-from canary_adapters import ParkedPrefixes, SchedulerRequests
+from canary_adapters import IdleWorkers, ParkedPrefixes, SchedulerRequests
 from canary_core import Verification
 from vllm_on_cpu.engine import SmallEngine
 
@@ -22,11 +22,16 @@ def remembered(small: SmallEngine) -> ParkedPrefixes:
     return known
 
 
-def idle(small: SmallEngine, turns: int = 1) -> None:
-    """So many turns of a loop that has nothing to do, as of `EngineCoreProc`, and what is begun in these."""
+def begin(small: SmallEngine) -> None:
+    """One turn of a loop that has nothing to do, as of `EngineCoreProc`."""
     (session,) = HOOKS.sessions
+    requests(small).idle(IdleWorkers([session.recomputed], lambda pairs: []), lambda: None)
+
+
+def idle(small: SmallEngine, turns: int = 1) -> None:
+    """So many turns of such a loop, and what is begun in these."""
     for _ in range(turns):
-        requests(small).idle([session.recomputed], lambda: None)
+        begin(small)
         while small.step():
             pass
 
