@@ -1,4 +1,4 @@
-"""`BlockPrefix`: a parked prefix in blocks like vLLM's, each with a key that stands for all tokens up to its end."""
+"""`BlockPrefix`: a parked prefix in blocks like vLLM's, each with a key for all tokens up to the block's end."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ KeyedBlock = tuple[Any, Any]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BlockPrefix(ParkedPrefix):
-    """It stands for the engine's own request where another one is made from it."""
+    """Takes the place of the engine's own request in the making of an internal one."""
 
     groups: Sequence["_Group"] = field(default=(), repr=False)
 
@@ -53,7 +53,7 @@ class _Group:
 
     @property
     def whole(self) -> bool:
-        """Whether the group keeps the KV of all positions, as one with a window may not."""
+        """Whether the group keeps the KV of all positions: no window has passed the first."""
         return bool(self.blocks) and not self.blocks[0][0].is_null
 
     def left(self) -> int:
@@ -62,8 +62,7 @@ class _Group:
 
 
 def free_blocks(pool: Any) -> Iterator[Any]:
-    """The free list of vLLM's ``pool``, first to last, which may be broken: no more entries are followed than
-    possible."""
+    """The free list of vLLM's ``pool``, perhaps a broken one, first to last: no more entries than possible."""
     queue = pool.free_block_queue
     block, left = queue.fake_free_list_head.next_free_block, len(pool.blocks) + 1
     while block is not None and block is not queue.fake_free_list_tail and left:

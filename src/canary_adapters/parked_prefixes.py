@@ -1,4 +1,4 @@
-"""`ParkedPrefixes`: the requests that have ended, and the KV that each left in the engine's prefix cache."""
+"""`ParkedPrefixes`: ended requests, and the KV left by each in the engine's prefix cache."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -15,9 +15,9 @@ GroupBlocks = Sequence[Sequence[int] | Tensor]
 these."""
 
 PARKED = "canary-parked-"
-"""Before the name of a request: the prefix that it left."""
+"""Before the name of a request: the prefix left by the request."""
 ALL_PARKED = "canary-all-parked"
-"""The prefixes of all requests that are remembered."""
+"""The prefixes of all remembered requests."""
 
 ENTRY_TOKENS = 64
 """Share of the bound for one request, beside its tokens."""
@@ -27,9 +27,9 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ParkedPrefix(ABC):
-    """A prefix left in the cache by a request. content: token ids of its whole blocks. why: the reason for which it
-    can't be computed again, None where it can. number: of its own. proven: a larger number after each proof, 0 before
-    the first. alias: the client's name for the request, where the engine has another."""
+    """A prefix left in the cache by a request. content: token ids of whole blocks. why: the reason against a second
+    computation, None for none. number: an own one. proven: a larger number after each proof, 0 before the first. alias:
+    the client's name for the request, where the engine has another."""
 
     name: str
     alias: str | None = None
@@ -41,11 +41,11 @@ class ParkedPrefix(ABC):
 
     @abstractmethod
     def left(self) -> int:
-        """Number of tokens from the first on that the engine's cache still has in the same blocks."""
+        """Number of tokens from the first on in blocks of unchanged content, by the engine's cache."""
 
     @abstractmethod
     def blocks(self) -> GroupBlocks:
-        """Blocks by group and position; 0 where the cache has another content by now, or none."""
+        """Blocks by group and position; 0 for a block with another content by now, or none."""
 
     @property
     def cost(self) -> int:
@@ -54,12 +54,11 @@ class ParkedPrefix(ABC):
 
 
 class ParkedPrefixes:
-    """Prefixes of the requests that ended last: at most ``most_tokens`` tokens, of which each request costs
-    `ENTRY_TOKENS` beside its own. The request that ended first is forgotten first. Nothing keeps a block from being
-    evicted or used again.
+    """Prefixes of the last ended requests: at most ``most_tokens`` tokens, with `ENTRY_TOKENS` more for each request.
+    The oldest is forgotten first. No block is kept from eviction or another use.
 
-    The first request that is forgotten for want of room is a ``parked_full`` event, and each new reason for which a
-    prefix can't be computed again a ``parked_left_out`` event.
+    The first request forgotten for want of room is a ``parked_full`` event, and each new reason against a second
+    computation a ``parked_left_out`` event.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -93,20 +92,20 @@ class ParkedPrefixes:
         self._counts["parked_remembered"] += 1
 
     def get(self, name: str) -> ParkedPrefix | None:
-        """The prefix of a request, or of the last one that the client called so; None for one not remembered."""
+        """The prefix of a request by the engine's name, or the client's; None for an unknown request."""
         return self._prefixes.get(name) or self._prefixes.get(self._aliases.get(name, ""))
 
     def names(self) -> list[str]:
-        """Of all requests, the one that ended first first."""
+        """Of all requests, oldest first."""
         return list(self._prefixes)
 
     def by_proof(self) -> list[ParkedPrefix]:
-        """Those that can be computed again, the least recently proven first."""
+        """Prefixes to compute again, the least recently proven first."""
         able = [prefix for prefix in self._prefixes.values() if prefix.why is None]
         return sorted(able, key=lambda prefix: (prefix.proven, prefix.number))
 
     def proven(self, prefix: ParkedPrefix) -> None:
-        """It was computed again just now."""
+        """``prefix`` was computed again just now."""
         prefix.proven = next(self._proofs)
 
     def count(self, name: str) -> None:

@@ -34,7 +34,7 @@ class _Begun:
 @dataclass(slots=True)
 class _Ask:
     """names: the requests to answer for; set once an output of the runner takes them along, and of all parked prefixes
-    once the scheduler has told them."""
+    once the scheduler has told the names."""
 
     request: str | None
     parked: bool = False
@@ -83,7 +83,7 @@ class RecomputePairs:
         self.answers: deque[Verification] = deque(maxlen=KEPT)
         """The last ones, oldest first."""
         self.wake: Callable[[], None] | None = None
-        """Has an idle scheduler of this process look for what was asked for; on any thread."""
+        """Has an idle scheduler of the same process look for wanted requests; on any thread."""
         canary.verifier = self
 
     @property
@@ -96,8 +96,8 @@ class RecomputePairs:
         return self._judge
 
     def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
-        """Asks for a running request, or (None) for all that run, from any thread; parked: for what it, or all that
-        ended, left in the prefix cache. The answer comes some steps later, in a running engine."""
+        """Asks for a running request, or (None) for all that run, from any thread; parked: for the prefixes of ended
+        requests. The answer comes some steps later, in a running engine."""
         ask = _Ask(request, parked)
         with self._lock:
             self._asked.append(ask)
@@ -177,7 +177,7 @@ class RecomputePairs:
                 one.answer.set_exception(CanaryError(ENDED))
 
     def _listed(self, pair: RecomputePair) -> None:
-        """The scheduler has told which parked prefixes there are."""
+        """The scheduler has told the names of all parked prefixes."""
         with self._lock:
             for one in self._waiting:
                 if list(one.names) == [ALL_PARKED]:

@@ -32,7 +32,7 @@ UNKNOWN = (
 NOT_REMEMBERED = "what requests leave in the prefix cache is not remembered here: {why}; verify a request while it runs"
 
 REST_S = 0.1
-"""Least time between two parked prefixes that an idle engine computes again by itself."""
+"""Least time between two parked prefixes computed again by an idle engine without being asked for."""
 
 
 def needs_share(engine: str, setting: object) -> str:
@@ -61,9 +61,8 @@ class RecomputePair:
     """A message to the workers: with the forward of the same message the internal request ``again`` has computed the
     first ``tokens`` tokens of ``request``. Blocks of both during that forward: ``held`` and ``own``. why: the
     reason why nothing can be compared, None if there is none. asked: whether a caller waits for the answer. decoded: as
-    of `Running`. parked, content: of a prefix that an ended request left in the cache, named `PARKED` and the request,
-    the number of tokens then, and their ids; with fewer ``tokens`` the others are gone. names: those asked for by the
-    request `ALL_PARKED`.
+    of `Running`. parked, content: of a parked prefix, named `PARKED` and the request, the number of tokens at the end
+    of the request, and the ids of ``tokens``; more are gone. names: in answer to the request `ALL_PARKED`.
     """
 
     request: str
@@ -107,8 +106,8 @@ class InternalRequests(ABC):
     """The part of an engine's scheduler used by recompute. Called on the scheduler's own thread, between two batches
     in the making.
 
-    parked: what ended requests left in the prefix cache, known to all methods by `PARKED` and the request's name; or
-    the reason for which it is not remembered.
+    parked: the prefixes of ended requests, known to all methods by `PARKED` and the request's name; or the reason for
+    none.
     """
 
     parked: ParkedPrefixes | str = "of this engine Canary remembers running requests only"
@@ -126,7 +125,7 @@ class InternalRequests(ABC):
         """Whether no request waits, and a second ``request`` would fit in beside all others."""
 
     def spare(self, request: str) -> bool:
-        """Whether there is room for a parked prefix in blocks that the prefix cache has no use for."""
+        """Whether there is room for a parked prefix in blocks without use for the prefix cache."""
         return False
 
     @abstractmethod
@@ -239,8 +238,8 @@ class Recomputes:
         return missed
 
     def idle(self) -> float | None:
-        """The scheduler has nothing to do. Begins what somebody has asked for, or a parked prefix. Returns the seconds
-        after which to call again, None for never."""
+        """The scheduler has nothing to do. Begins a wanted request, or a parked prefix. Returns the seconds until the
+        next call, None for never."""
         if self._idle_since is not None:
             spent = self._clock() - self._idle_since
             self._rest_until = self._clock() + max(REST_S, spent * (1 / self._share - 1) if self._share else 0.0)
@@ -319,7 +318,7 @@ class Recomputes:
             self.want(name)
 
     def _least_proven(self, parked: ParkedPrefixes) -> ParkedPrefix | None:
-        """Of those of which enough is left, and for which no other prefix would be evicted."""
+        """Of prefixes with enough left and without need for the eviction of another one."""
         left = [prefix for prefix in parked.by_proof() if prefix.left() >= LEAST_TOKENS]
         for prefix in left:
             if self._engine.spare(f"{PARKED}{prefix.name}"):
@@ -352,7 +351,7 @@ class Recomputes:
             self._credit -= target.tokens
 
     def _parked(self, request: str) -> ParkedPrefix | str | None:
-        """A parked prefix, or why it can't be computed again; None for a request that runs, or should."""
+        """A parked prefix, or the reason against a second computation; None for the name of a running request."""
         if not request.startswith(PARKED):
             return None
         known = self._engine.parked
@@ -395,7 +394,7 @@ class Recomputes:
         return RecomputePair(target.name, one.name, target.tokens, target.decoded, held, own, touches, asked=one.asked)
 
     def _parked_pair(self, one: _One, parked: ParkedPrefix) -> RecomputePair:
-        """Of what is left now that the batch is made: the forward of nobody before it has written there."""
+        """Of the tokens left after the making of the batch: no earlier forward has written there."""
         if not isinstance(self._engine.parked, str):
             self._engine.parked.proven(parked)
         tokens = min(one.target.tokens, parked.left())
@@ -406,7 +405,7 @@ class Recomputes:
 
 
 def _left(parked: ParkedPrefix) -> RecomputePair:
-    """Too little of it to compare."""
+    """Too little to compare."""
     return RecomputePair(parked.name, tokens=parked.left(), parked=len(parked.content))
 
 

@@ -29,7 +29,7 @@ COUNTED = "canary_counted"
 """Attribute of the scheduler's output with counts for `Canary.stats`, by name."""
 
 REMEMBERED = 2
-"""Tokens of ended requests that are remembered, for each one that fits in the prefix cache: prefixes are shared."""
+"""Remembered tokens of ended requests for each token of the prefix cache: prefixes are shared."""
 
 POLL_S = 1.0
 """Time between two looks of an idle engine at workers of other processes."""
@@ -40,14 +40,14 @@ MOST_OF_FREE = 2
 
 @dataclass(frozen=True, slots=True)
 class IdleWorkers:
-    """The workers of an idle engine: those ``here``, or those of other processes. call: has each worker of other
-    processes take messages, and returns the requests that somebody asks each for."""
+    """The workers of an idle engine: ``here``, in the scheduler's process, or in others. call: hands messages to each
+    worker of other processes, and returns the requests wanted from each worker."""
 
     here: Sequence[RecomputePairs]
     call: Callable[[Sequence[RecomputePair]], Iterable[Sequence[str]]]
 
     def ask(self, wake: Callable[[], None], polls: bool) -> list[str]:
-        """Requests that somebody asks for; of other processes only with ``polls``."""
+        """Wanted requests; of other processes only with ``polls``."""
         for worker in self.here:
             worker.wake = wake
         asked = [worker.wanted() for worker in self.here] if self.here or not polls else self.call([])
@@ -67,8 +67,7 @@ class SchedulerRequests(InternalRequests):
 
     Wraps ``schedule`` and ``update_from_output`` of ``scheduler``, and ``cache_blocks`` of the manager: from the start
     with a ``share``, else once somebody asks. Outputs and blocks of internal requests reach neither clients nor the
-    prefix cache. Wraps ``free`` of the manager, to remember what ended requests leave in the prefix cache; nothing is
-    kept there for it.
+    prefix cache. Wraps ``free`` of the manager, to remember parked prefixes.
 
     ``make``: makes a request of a name, with the first tokens of another request. ``why_not``: why a request can't be
     computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
@@ -88,7 +87,7 @@ class SchedulerRequests(InternalRequests):
         self._touched = TouchedRequests()
         self._recomputes = Recomputes(self, self._touched, share)
         self.polls = False
-        """Whether an idle engine looks at workers of other processes for what somebody asks: here they wake it."""
+        """Whether an idle engine asks workers of other processes for wanted requests."""
         self._patches, self._parks = Patches(), Patches()
         self._timer: threading.Timer | None = None
         groups = self._manager.kv_cache_config.kv_cache_groups
@@ -123,7 +122,7 @@ class SchedulerRequests(InternalRequests):
                 self._want(wanted)
 
     def idle(self, workers: "IdleWorkers", wake: Callable[[], None]) -> None:
-        """The engine has nothing to do, and will wait: for a request, or for ``wake``, which any thread may call."""
+        """The engine is about to wait: for a request, or for a call of ``wake`` on any thread."""
         with self._sheltered():
             self._stop_timer()
             if self._scheduler.pause_state.name != "UNPAUSED":

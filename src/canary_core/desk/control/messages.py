@@ -24,8 +24,7 @@ engine computes, beside or between the forwards of its users."""
 class Request(BaseModel):
     """One question. ``value``: the new value for `mode` and `budget`, a signature for ``ack``, a request for ``verify``
     (None: all that run), its ticket for ``verified`` and ``forget``; else None. ``parked``: for ``verify``, the
-    prefixes that requests left in the prefix cache when they ended. ``after``: for ``verified``, the number of answers
-    that the client has."""
+    parked prefixes of ended requests. ``after``: for ``verified``, the number of answers that the client has."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

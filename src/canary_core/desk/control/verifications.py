@@ -63,7 +63,7 @@ class Verifications:
         self._asks: dict[str, _Ticket] = {}
 
     def begin(self, canaries: "Sequence[Canary]", request: str | None, parked: bool = False) -> dict[str, Any]:
-        """Asks for ``request``, or (None) for all; ``parked``: for the prefixes that they left. The result has
+        """Asks for ``request``, or (None) for all; ``parked``: for prefixes of ended requests. The result has
         ``asked``, the number of engines asked, and a ``ticket`` for `look`, and their ``replicas``; with 0 engines
         ``why`` instead."""
         if len(self._asks) >= MOST_OPEN:

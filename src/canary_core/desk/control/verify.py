@@ -30,7 +30,7 @@ def verify(
     paths: Sequence[Path], request: str | None, timeout_s: float, parked: bool = False
 ) -> "dict[Path, Verified | ControlError]":
     """Has ``request``, or (None) all running requests, verified by each process, at the same time, within about
-    ``timeout_s`` seconds; ``parked``: the prefixes that ended requests left. Raises `ControlError` where no process can
+    ``timeout_s`` seconds; ``parked``: prefixes of ended requests. Raises `ControlError` where no process can
     verify anything."""
     if request is not None and not 0 < len(request) <= MOST_VALUE:
         option = "--prefix-of" if parked else "--request"

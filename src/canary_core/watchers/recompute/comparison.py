@@ -36,8 +36,7 @@ class Compared(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """Errors of each region where both sides have slots. missing: what is not compared at all, as region and source by
-    name. left: of a parked prefix, number of its tokens whose slots held them before and after; None for a running
-    request."""
+    name. left: number of tokens of a parked prefix in slots with unchanged records; None for a running request."""
 
     errors: Sequence[Errors]
     missing: Sequence[str]

@@ -117,7 +117,7 @@ class RecomputeJudge:
         return replace(self.unjudged(cached.request, why, "few_tokens", tokens), parked=parked)
 
     def gone(self, request: str, left: int, parked: int) -> Verification:
-        """The answer for a request of whose ``parked`` tokens in the prefix cache too few are ``left``."""
+        """The answer for a request with too few tokens ``left`` of ``parked`` ones in the prefix cache."""
         self._canary.count("recompute_gone")
         why = f"{left} of the {parked} tokens that it left in the prefix cache are still there"
         return Verification(request, left, "gone", f"{why}: the others were evicted or overwritten", parked=True)
@@ -128,12 +128,12 @@ class RecomputeJudge:
             self._canary.slots.check(region, slots[slots >= 0])
 
     def teaches(self, cached: CachedRequest, comparison: Comparison) -> bool:
-        """Whether noise is to be learnt from it: there is none yet, and nothing but the request computed its KV. Never
-        from a prefix that is parked: weights may have changed since."""
+        """Whether noise is to be learnt: there is none yet, and nothing but the request computed the KV. Never from a
+        parked prefix: weights may have changed since."""
         return not self.noise.known and not cached.touches and cached.parked is None and comparison.finite
 
     def verdict(self, cached: CachedRequest, comparison: Comparison) -> Verification:
-        """By the noise known now; reports a finding. None about slots that did not hold a parked prefix throughout."""
+        """By the noise known now; reports a finding, but never about slots with changed records of a parked prefix."""
         if cached.parked is None or comparison.left is None:
             return self._verdict(cached, comparison)
         if comparison.left < len(cached.tokens):

@@ -1,4 +1,4 @@
-"""`ParkedRecords`: whether slots hold the prefix that a request left in the prefix cache, by their records."""
+"""`ParkedRecords`: evidence of records for slots that hold a parked prefix."""
 
 from collections.abc import Mapping
 
@@ -11,8 +11,8 @@ from canary_core.runtime.host_copy import HostCopy
 
 
 class ParkedRecords:
-    """The records of the slots of a parked prefix, on their way to the host. On the stream of the forwards, between
-    these; never waits."""
+    """The records of the slots of a parked prefix, on their way to the host. On the stream of the forwards, between two
+    forwards; never waits."""
 
     def __init__(self, states: Mapping[str, RegionState], cached: CachedRequest) -> None:
         self._cached = cached
@@ -28,8 +28,8 @@ class ParkedRecords:
         return all(copy.arrived() for _, copy in self._copies)
 
     def left(self, later: "ParkedRecords") -> int:
-        """Number of tokens before the first whose slot does not hold it behind all before, or whose record is another
-        one ``later``."""
+        """Number of tokens from the first on in slots that held the same prefix, with the same records, now and
+        ``later``."""
         position = torch.arange(len(self._cached.tokens), device="cpu")
         token = torch.tensor(self._cached.tokens, dtype=torch.int64, device="cpu")
         held = torch.ones_like(position, dtype=torch.bool)

@@ -37,8 +37,8 @@ class LayerError:
 class Verification:
     """``tokens`` of a request in the cache against the same tokens computed again. reason: of a verdict ``unjudged`` or
     ``gone``. finding: of a verdict ``differs``, in a sentence. uncompared: region and source of what has no numbers to
-    compare. attention: of the layer whose turn it was, against plain torch. parked: whether it is the prefix that a
-    request left in the prefix cache when it ended; ``gone`` if too little of it is left."""
+    compare. attention: of the layer whose turn it was, against plain torch. parked: whether the request has ended, and
+    only a prefix is in the cache; ``gone`` if too little is left."""
 
     request: str
     tokens: int
@@ -88,7 +88,7 @@ class Verifier(Protocol):
 
     def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
         """Asks for the verification of one request, or (None) of all that run, and does not wait. For any thread. The
-        result may be a `CanaryError`. parked: of the prefixes that requests left in the cache when they ended."""
+        result may be a `CanaryError`. parked: of prefixes of ended requests in the prefix cache."""
 
 
 def _endless(plain: Mapping[str, Any]) -> dict[str, float]:

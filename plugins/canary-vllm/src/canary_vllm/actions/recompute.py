@@ -22,7 +22,7 @@ def follow(scheduler: Any, config: CanaryConfig) -> SchedulerRequests:
 
 
 def idle(core: Any, requests: SchedulerRequests, sessions: Sequence[Session]) -> None:
-    """``core`` serves nobody, and is about to wait for its input. ``sessions``: of this process."""
+    """``core`` serves nobody, and is about to wait. ``sessions``: of the core's process."""
     from vllm.v1.engine import EngineCoreRequestType
 
     here = [session.recomputed for session in sessions]
@@ -31,7 +31,7 @@ def idle(core: Any, requests: SchedulerRequests, sessions: Sequence[Session]) ->
 
 
 def exchange(pairs: Sequence[RecomputePair]) -> Callable[[Any], Sequence[str]]:
-    """A function for each worker, which takes ``pairs`` and returns what is asked for. As `workers.question`."""
+    """A function for each worker, as `workers.question`: takes ``pairs``, and returns wanted requests."""
 
     def take(worker: Any) -> Sequence[str]:
         try:
