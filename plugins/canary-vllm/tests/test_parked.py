@@ -16,12 +16,13 @@ QUIET = dict(read_check=0, scrub_budget="0", bytes="off")
 WEIGHT = "model.layers.0.post_attention_layernorm.weight"
 
 
-@pytest.fixture(scope="module")
-def small():
+@pytest.fixture(scope="module", params=[False, True], ids=["in step", "asynchronous"])
+def small(request):
     """An engine with weights that matter, in float32: equal bit for bit, whatever the batch."""
     from vllm_on_cpu.engine import SmallEngine
 
-    return SmallEngine(verified.weighty(), load_format="auto", num_gpu_blocks_override=48, max_num_seqs=12)
+    options = dict(load_format="auto", num_gpu_blocks_override=48, max_num_seqs=12)
+    return SmallEngine(verified.weighty(), **options, async_scheduling=request.param)
 
 
 def told(guard):
@@ -214,8 +215,8 @@ def test_requests_of_users_go_first(small):
         parked.begin(small)
         assert small.step()
         small.submit("user", verified.prompt("user", 30), 6)
-        while len(small.answers["user"]) < 6:
-            assert small.step()
+        verified.finish(small)
+        assert len(small.answers["user"]) == 6
         parked.idle(small, 2)
         (answer,) = asked.result(0)
         assert (answer.verdict, answer.tokens) == ("same", 192)
