@@ -24,7 +24,10 @@ from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.layer_stores import follow_stores
 from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.lmcache import lmcache_storage
+from canary_adapters.marked_outputs import MARK, mark
 from canary_adapters.on_stream import OnStream
+from canary_adapters.parked_blocks import free_blocks
+from canary_adapters.parked_prefixes import ParkedPrefix, ParkedPrefixes
 from canary_adapters.pools import (
     GrowingPool,
     JoinedPools,
@@ -49,7 +52,7 @@ from canary_adapters.recompute_requests import (
     needs_share,
     recompute_off,
 )
-from canary_adapters.recompute_scheduler import WANTED, SchedulerRequests, pairs_of
+from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, deliver
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sampled_tokens import sampled_tokens
 from canary_adapters.scales import WatchedScales
@@ -75,8 +78,8 @@ __all__ = [
     "ANSWER_TOKENS",
     "CHECKED_DTYPES",
     "FIRST_CONTENT",
+    "MARK",
     "TABLE_STEP",
-    "WANTED",
     "AdapterContents",
     "Answer",
     "AnswerCheck",
@@ -105,6 +108,7 @@ __all__ = [
     "GivenLens",
     "GrowingPool",
     "HashChain",
+    "IdleWorkers",
     "InternalRequests",
     "JoinedPools",
     "LayerTensors",
@@ -113,6 +117,8 @@ __all__ = [
     "PackedPage",
     "PackedPool",
     "PagedPool",
+    "ParkedPrefix",
+    "ParkedPrefixes",
     "Part",
     "PrefixLens",
     "ProbedLayouts",
@@ -142,13 +148,16 @@ __all__ = [
     "content_numbers",
     "count_breaches",
     "default_store",
+    "deliver",
     "embedding_numbers",
     "follow_stores",
+    "free_blocks",
     "growing_source",
     "is_internal",
     "kv_layers",
     "layer_numbers",
     "lmcache_storage",
+    "mark",
     "media_number",
     "metadata_blocks",
     "model_rounding",
@@ -157,7 +166,6 @@ __all__ = [
     "packed_page_padding",
     "packed_page_source",
     "paged_source",
-    "pairs_of",
     "probe_layout",
     "put_embeddings",
     "put_media",

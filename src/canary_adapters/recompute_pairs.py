@@ -2,14 +2,15 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from canary_adapters.block_events import BlockGroup
+from canary_adapters.parked_prefixes import ALL_PARKED, PARKED
 from canary_adapters.recompute_requests import LEAST_TOKENS, RecomputePair, is_internal, slots_of
 from canary_core import CachedRequest, Canary, CanaryError, Computed, Verification
 from canary_core.ops.upload import upload
@@ -32,9 +33,11 @@ class _Begun:
 
 @dataclass(slots=True)
 class _Ask:
-    """names: the requests to answer for; set once an output of the runner takes them along."""
+    """names: the requests to answer for; set once an output of the runner takes them along, and of all parked prefixes
+    once the scheduler has told the names."""
 
     request: str | None
+    parked: bool = False
     answer: "Future[list[Verification]]" = field(default_factory=Future)
     names: Sequence[str] = ()
     got: dict[str, Verification] = field(default_factory=dict)
@@ -79,6 +82,8 @@ class RecomputePairs:
         self._unsent: list[str] = []
         self.answers: deque[Verification] = deque(maxlen=KEPT)
         """The last ones, oldest first."""
+        self.wake: Callable[[], None] | None = None
+        """Has an idle scheduler of the same process look for wanted requests; on any thread."""
         canary.verifier = self
 
     @property
@@ -90,14 +95,16 @@ class RecomputePairs:
             self._judge = RecomputeJudge(self._canary, self._rounding)
         return self._judge
 
-    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
-        """Asks for a running request, or (None) for all that run, from any thread. The answer comes some steps later,
-        in a running engine."""
-        ask = _Ask(request)
+    def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
+        """Asks for a running request, or (None) for all that run, from any thread; parked: for the prefixes of ended
+        requests. The answer comes some steps later, in a running engine."""
+        ask = _Ask(request, parked)
         with self._lock:
             self._asked.append(ask)
         if self._ended:
             self.close()
+        elif self.wake is not None:
+            self.wake()
         return ask.answer
 
     def wanted(self) -> Sequence[str]:
@@ -113,8 +120,11 @@ class RecomputePairs:
         """Takes up what was asked for: what comes to be compared from now on may be the answer."""
         asked, self._asked = self._asked, []
         for one in asked:
-            running = [name for name in self._running() if not is_internal(name)]
-            one.names = running if one.request is None else [one.request]
+            if one.parked:
+                one.names = [ALL_PARKED if one.request is None else f"{PARKED}{one.request}"]
+            else:
+                running = [name for name in self._running() if not is_internal(name)]
+                one.names = running if one.request is None else [one.request]
         self._waiting = [one for one in (*self._waiting, *asked) if not one.finish()]
         self._unsent += [name for one in asked if not one.answer.done() for name in one.names]
 
@@ -125,21 +135,32 @@ class RecomputePairs:
             with self._lock:
                 self._take()
         for pair in pairs:
+            if pair.request == ALL_PARKED:
+                self._listed(pair)
+                continue
             if pair.why is not None:
                 self._missed(pair, pair.why)
                 continue
-            cached, computed = self._cached(pair), self._computed(pair)
+            cached = self._cached(pair)
             few = self.judge.too_few(cached)
             if few is not None:
                 self._answer(few)
                 continue
             if pair.asked:
                 self.judge.check_bytes(cached)
-            self._begun.append(_Begun(pair, cached, self.judge.begin(cached, computed)))
+            self._begun.append(_Begun(pair, cached, self.judge.begin(cached, self._computed(pair))))
+
+    def count(self, counted: Mapping[str, int]) -> None:
+        """Adds counts of the scheduler to the stats."""
+        for name, number in counted.items():
+            self._canary.count(name, number)
 
     def read(self) -> None:
-        """Judges what has arrived on the host. Raises `ViolationError` in raise mode."""
-        while self._begun and self._begun[0].comparing.arrived():
+        """Judges what has arrived on the host; where somebody asked, waits for it. Raises `ViolationError` in raise
+        mode."""
+        # An idle engine makes no forward after which it could have arrived.
+        waits = any(one.pair.asked and one.pair.parked is not None for one in self._begun)
+        while self._begun and (waits or self._begun[0].comparing.arrived()):
             one = self._begun.popleft()
             # A request that only ran through a prefill took the way of the internal one.
             teaches = one.pair.decoded >= LEAST_TOKENS
@@ -155,24 +176,40 @@ class RecomputePairs:
             if one.answer.set_running_or_notify_cancel():
                 one.answer.set_exception(CanaryError(ENDED))
 
+    def _listed(self, pair: RecomputePair) -> None:
+        """The scheduler has told the names of all parked prefixes."""
+        with self._lock:
+            for one in self._waiting:
+                if list(one.names) == [ALL_PARKED]:
+                    one.names = pair.names
+                    if pair.why is not None and one.answer.set_running_or_notify_cancel():
+                        one.answer.set_exception(CanaryError(pair.why))
+            self._waiting = [one for one in self._waiting if not one.answer.done() and not one.finish()]
+
     def _missed(self, pair: RecomputePair, why: str) -> None:
         if pair.asked:
-            self._answer(self.judge.unjudged(pair.request, why))
+            name = pair.request.removeprefix(PARKED)
+            self._answer(replace(self.judge.unjudged(name, why), parked=name != pair.request))
         else:
             # Nobody has asked: no event for an engine that has better things to do.
             self._canary.count("recompute_unjudged")
 
     def _answer(self, answer: Verification) -> None:
         self.answers.append(answer)
+        name = f"{PARKED * answer.parked}{answer.request}"
         with self._lock:
             for one in self._waiting:
-                if answer.request in one.names:
-                    one.got[answer.request] = answer
+                if name in one.names:
+                    one.got[name] = answer
             self._waiting = [one for one in self._waiting if not one.finish()]
 
     def _cached(self, pair: RecomputePair) -> CachedRequest:
-        slots = {group.region: self._slots(group, pair.held[group.number], pair.tokens) for group in self._groups}
-        return CachedRequest(pair.request, range(pair.tokens), slots, pair.touches)
+        groups = self._groups if pair.held else ()
+        slots = {group.region: self._slots(group, pair.held[group.number], pair.tokens) for group in groups}
+        if pair.parked is None:
+            return CachedRequest(pair.request, range(pair.tokens), slots, pair.touches)
+        name, content = pair.request.removeprefix(PARKED), pair.content or range(pair.tokens)
+        return CachedRequest(name, content, slots, pair.touches, pair.parked)
 
     def _computed(self, pair: RecomputePair) -> dict[str, Computed]:
         regions = self._canary.regions

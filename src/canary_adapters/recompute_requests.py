@@ -1,13 +1,13 @@
 """`Recomputes`: has an engine's scheduler compute requests again by internal ones, for workers to compare both."""
 
 import itertools
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from torch import Tensor
-
+from canary_adapters.parked_prefixes import ALL_PARKED, PARKED, GroupBlocks, ParkedPrefix, ParkedPrefixes
 from canary_core import Event, Touch
 
 PREFIX = "canary-recompute-"
@@ -25,9 +25,14 @@ EVERY = 4
 
 GONE = "it ended, or was preempted, before it was computed again"
 
-GroupBlocks = Sequence[Sequence[int] | Tensor]
-"""A request's blocks, by group and by position; 0 and less for none. A tensor has slots, as the engine's tables number
-these."""
+UNKNOWN = (
+    "nothing is remembered that it left in the prefix cache: it still runs, never did, left no whole block there, or "
+    "too many requests have ended since"
+)
+NOT_REMEMBERED = "what requests leave in the prefix cache is not remembered here: {why}; verify a request while it runs"
+
+REST_S = 0.1
+"""Least time between two parked prefixes computed again by an idle engine without being asked for."""
 
 
 def needs_share(engine: str, setting: object) -> str:
@@ -56,7 +61,9 @@ class RecomputePair:
     """A message to the workers: with the forward of the same message the internal request ``again`` has computed the
     first ``tokens`` tokens of ``request``. Blocks of both during that forward: ``held`` and ``own``. why: the
     reason why nothing can be compared, None if there is none. asked: whether a caller waits for the answer. decoded: as
-    of `Running`."""
+    of `Running`. parked, content: of a parked prefix, named `PARKED` and the request, the number of tokens at the end
+    of the request, and the ids of ``tokens``; more are gone. names: in answer to the request `ALL_PARKED`.
+    """
 
     request: str
     again: str = ""
@@ -67,6 +74,9 @@ class RecomputePair:
     touches: tuple[Touch, ...] = ()
     why: str | None = None
     asked: bool = False
+    parked: int | None = None
+    content: Sequence[int] = ()
+    names: Sequence[str] = ()
 
 
 class TouchedRequests:
@@ -94,7 +104,13 @@ class TouchedRequests:
 
 class InternalRequests(ABC):
     """The part of an engine's scheduler used by recompute. Called on the scheduler's own thread, between two batches
-    in the making."""
+    in the making.
+
+    parked: the prefixes of ended requests, known to all methods by `PARKED` and the request's name; or the reason for
+    none.
+    """
+
+    parked: ParkedPrefixes | str = "of this engine Canary remembers running requests only"
 
     @abstractmethod
     def running(self) -> Sequence[Running]:
@@ -107,6 +123,10 @@ class InternalRequests(ABC):
     @abstractmethod
     def room(self, request: str) -> bool:
         """Whether no request waits, and a second ``request`` would fit in beside all others."""
+
+    def spare(self, request: str) -> bool:
+        """Whether there is room for a parked prefix in blocks without use for the prefix cache."""
+        return False
 
     @abstractmethod
     def begin(self, name: str, request: str, tokens: int) -> str | None:
@@ -137,20 +157,32 @@ class _One:
     target: Running
     asked: bool
     waited: bool = False
+    parked: ParkedPrefix | None = None
 
 
 class Recomputes:
     """One scheduler's internal requests, one at a time. Requests asked for by `want` come first; then, for a ``share``
     of all computed tokens, chosen running requests: first, once the noise is known, requests touched by a hit, an
-    arrival or a preemption.
+    arrival or a preemption. With nobody to serve, for a ``share`` of the time, the least recently proven parked prefix.
 
     Under pressure an internal request gives way at once: it ends where requests of users wait.
+
+    clock: seconds of the host.
     """
 
-    def __init__(self, engine: InternalRequests, touched: TouchedRequests, share: float = 0.0) -> None:
+    def __init__(
+        self,
+        engine: InternalRequests,
+        touched: TouchedRequests,
+        share: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine = engine
         self._touched = touched
         self._share = share
+        self._clock = clock
+        self._rest_until = 0.0
+        self._idle_since: float | None = None
         self._wanted: deque[str] = deque()
         self._one: _One | None = None
         self._numbers = itertools.count(1)
@@ -174,12 +206,7 @@ class Recomputes:
                 self._give_way()
             elif not self._goes_on(one):
                 self._give_up(GONE)
-        while self._one is None and self._wanted:
-            request = self._wanted[0]
-            if self._engine.find(request) is not None and not self._engine.room(request):
-                # Later, in a quieter engine.
-                break
-            self._begin(self._wanted.popleft(), asked=True)
+        self._begin_wanted()
         if self._one is None and self._share and self._credit >= 0 and self._step % EVERY == 0:
             chosen = self._choice()
             if chosen is not None:
@@ -203,8 +230,35 @@ class Recomputes:
                 self._one = None
                 self._missed.append(self._pair(one))
             one.waited = True
+        return self.missed()
+
+    def missed(self) -> list[RecomputePair]:
+        """The messages to send along since the last call."""
         missed, self._missed = self._missed, []
         return missed
+
+    def idle(self) -> float | None:
+        """The scheduler has nothing to do. Begins a wanted request, or a parked prefix. Returns the seconds until the
+        next call, None for never."""
+        if self._idle_since is not None:
+            spent = self._clock() - self._idle_since
+            self._rest_until = self._clock() + max(REST_S, spent * (1 / self._share - 1) if self._share else 0.0)
+            self._idle_since = None
+        self._begin_wanted()
+        while self._one is None and self._wanted:
+            self._missed.append(RecomputePair(self._wanted.popleft(), why="it is too long for the room", asked=True))
+            self._begin_wanted()
+        parked = self._engine.parked
+        if self._one is not None or not self._share or isinstance(parked, str) or not parked.names():
+            return None
+        rest = self._rest_until - self._clock()
+        if rest > 0:
+            return rest
+        chosen = self._least_proven(parked)
+        if chosen is not None:
+            self._idle_since = self._clock()
+            self._begin(f"{PARKED}{chosen.name}", asked=False)
+        return None
 
     def stop(self, why: str) -> None:
         """Nothing is chosen any more; whoever has asked is told ``why``."""
@@ -242,7 +296,45 @@ class Recomputes:
                 return min(some, key=lambda one: self._verified.get(one.name, 0))
         return None
 
+    def _begin_wanted(self) -> None:
+        while self._one is None and self._wanted:
+            request = self._wanted[0]
+            if request == ALL_PARKED:
+                self._list_parked(self._wanted.popleft())
+            elif self._engine.find(request) is not None and not self._engine.room(request):
+                # Later, in a quieter engine.
+                break
+            else:
+                self._begin(self._wanted.popleft(), asked=True)
+
+    def _list_parked(self, request: str) -> None:
+        parked = self._engine.parked
+        if isinstance(parked, str):
+            self._missed.append(RecomputePair(request, why=NOT_REMEMBERED.format(why=parked), asked=True))
+            return
+        names = [f"{PARKED}{name}" for name in parked.names()]
+        self._missed.append(RecomputePair(request, asked=True, names=names))
+        for name in names:
+            self.want(name)
+
+    def _least_proven(self, parked: ParkedPrefixes) -> ParkedPrefix | None:
+        """Of prefixes with enough left and without need for the eviction of another one."""
+        left = [prefix for prefix in parked.by_proof() if prefix.left() >= LEAST_TOKENS]
+        for prefix in left:
+            if self._engine.spare(f"{PARKED}{prefix.name}"):
+                return prefix
+        if left:
+            parked.count("parked_no_room")
+        return None
+
     def _begin(self, request: str, asked: bool) -> None:
+        parked = self._parked(request)
+        if isinstance(parked, str):
+            self._missed.append(RecomputePair(request, why=parked, asked=asked))
+            return
+        if parked is not None and parked.left() < LEAST_TOKENS:
+            self._missed.append(replace(_left(parked), request=request, asked=asked))
+            return
         target = self._engine.find(request)
         if target is None or not target.tokens:
             self._missed.append(RecomputePair(request, why="it has no KV in the cache just now", asked=asked))
@@ -253,12 +345,24 @@ class Recomputes:
         if why is not None:
             self._missed.append(RecomputePair(request, why=why, asked=asked))
             return
-        self._one = _One(name, target, asked)
+        self._one = _One(name, target, asked, parked=parked)
         self.live.add(name)
-        if not asked:
+        if not asked and parked is None:
             self._credit -= target.tokens
 
+    def _parked(self, request: str) -> ParkedPrefix | str | None:
+        """A parked prefix, or the reason against a second computation; None for the name of a running request."""
+        if not request.startswith(PARKED):
+            return None
+        known = self._engine.parked
+        if isinstance(known, str):
+            return NOT_REMEMBERED.format(why=known)
+        prefix = known.get(request.removeprefix(PARKED))
+        return UNKNOWN if prefix is None else prefix.why or prefix
+
     def _goes_on(self, one: _One) -> bool:
+        if one.parked is not None:
+            return one.parked.left() >= LEAST_TOKENS
         now = self._engine.find(one.target.name)
         return now is not None and now.life == one.target.life
 
@@ -276,13 +380,33 @@ class Recomputes:
         one, self._one = self._one, None
         if one is not None:
             self._engine.end(one.name)
-            self._missed.append(RecomputePair(one.target.name, one.name, why=why, asked=one.asked))
+            pair = RecomputePair(one.target.name, one.name, why=why, asked=one.asked)
+            if one.parked is not None and why == GONE:
+                pair = replace(_left(one.parked), request=one.target.name, again=one.name, asked=one.asked)
+            self._missed.append(pair)
 
     def _pair(self, one: _One) -> RecomputePair:
+        if one.parked is not None:
+            return self._parked_pair(one, one.parked)
         target, touches = one.target, self._touched.of(one.target.name)
         self._taught += not touches and target.decoded >= LEAST_TOKENS
         held, own = self._engine.blocks(target.name), self._engine.blocks(one.name)
         return RecomputePair(target.name, one.name, target.tokens, target.decoded, held, own, touches, asked=one.asked)
+
+    def _parked_pair(self, one: _One, parked: ParkedPrefix) -> RecomputePair:
+        """Of the tokens left after the making of the batch: no earlier forward has written there."""
+        if not isinstance(self._engine.parked, str):
+            self._engine.parked.proven(parked)
+        tokens = min(one.target.tokens, parked.left())
+        return RecomputePair(
+            one.target.name, one.name, tokens, 0, parked.blocks(), self._engine.blocks(one.name), parked.touches,
+            asked=one.asked, parked=len(parked.content), content=parked.content[:tokens],
+        )  # fmt: skip
+
+
+def _left(parked: ParkedPrefix) -> RecomputePair:
+    """Too little to compare."""
+    return RecomputePair(parked.name, tokens=parked.left(), parked=len(parked.content))
 
 
 def is_internal(name: str) -> bool:

@@ -1,11 +1,18 @@
 """`SchedulerRequests`: internal requests of a scheduler like vLLM's, in the scheduler's process."""
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from canary_adapters.marked_outputs import WANTED
+from canary_adapters.parked_blocks import BlockPrefix, free_blocks
+from canary_adapters.parked_prefixes import PARKED, GroupBlocks, ParkedPrefix, ParkedPrefixes
+from canary_adapters.recompute_pairs import RecomputePairs
 from canary_adapters.recompute_requests import (
-    GroupBlocks,
     InternalRequests,
     RecomputePair,
     Recomputes,
@@ -17,11 +24,41 @@ from canary_core import Event, Patches, emit
 
 PAIRS = "canary_recompute"
 """Attribute of the scheduler's output with a list of `RecomputePair`, pickled along."""
-WANTED = "canary_wanted"
-"""Attribute of a runner's output with requests that somebody asks a worker for."""
+
+COUNTED = "canary_counted"
+"""Attribute of the scheduler's output with counts for `Canary.stats`, by name."""
+
+REMEMBERED = 2
+"""Remembered tokens of ended requests for each token of the prefix cache: prefixes are shared."""
+
+POLL_S = 1.0
+"""Time between two looks of an idle engine at workers of other processes."""
 
 MOST_OF_FREE = 2
 """An internal request gets no more than one in so many free blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleWorkers:
+    """The workers of an idle engine: ``here``, in the scheduler's process, or in others. call: hands messages to each
+    worker of other processes, and returns the requests wanted from each worker."""
+
+    here: Sequence[RecomputePairs]
+    call: Callable[[Sequence[RecomputePair]], Iterable[Sequence[str]]]
+
+    def ask(self, wake: Callable[[], None], polls: bool) -> list[str]:
+        """Wanted requests; of other processes only with ``polls``."""
+        for worker in self.here:
+            worker.wake = wake
+        asked = [worker.wanted() for worker in self.here] if self.here or not polls else self.call([])
+        return [name for names in asked for name in names]
+
+    def tell(self, pairs: Sequence[RecomputePair]) -> None:
+        """Hands over messages."""
+        for worker in self.here:
+            worker.compare(pairs)
+        if not self.here:
+            self.call(pairs)
 
 
 class SchedulerRequests(InternalRequests):
@@ -30,7 +67,7 @@ class SchedulerRequests(InternalRequests):
 
     Wraps ``schedule`` and ``update_from_output`` of ``scheduler``, and ``cache_blocks`` of the manager: from the start
     with a ``share``, else once somebody asks. Outputs and blocks of internal requests reach neither clients nor the
-    prefix cache.
+    prefix cache. Wraps ``free`` of the manager, to remember parked prefixes.
 
     ``make``: makes a request of a name, with the first tokens of another request. ``why_not``: why a request can't be
     computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
@@ -49,12 +86,25 @@ class SchedulerRequests(InternalRequests):
         self._manager = scheduler.kv_cache_manager
         self._touched = TouchedRequests()
         self._recomputes = Recomputes(self, self._touched, share)
-        self._patches = Patches()
+        self.polls = False
+        """Whether an idle engine asks workers of other processes for wanted requests."""
+        self._patches, self._parks = Patches(), Patches()
+        self._timer: threading.Timer | None = None
+        groups = self._manager.kv_cache_config.kv_cache_groups
+        self._block_sizes = [int(group.kv_cache_spec.block_size) for group in groups]
+        pool = self._manager.block_pool
+        if pool.enable_caching:
+            self.parked = ParkedPrefixes(REMEMBERED * int(pool.num_gpu_blocks) * max(self._block_sizes))
+            self._parks.wrap(self._manager, "free", self._frees)
+        else:
+            self.parked = "the engine has no prefix cache"
         if share:
             self._wrap()
 
     def close(self) -> None:
         """Restores the scheduler, without an internal request."""
+        self._stop_timer()
+        self._parks.undo()
         self._recomputes.close()
         self._patches.undo()
 
@@ -69,9 +119,36 @@ class SchedulerRequests(InternalRequests):
         wanted = getattr(made, WANTED, ())
         if wanted:
             with self._sheltered():
-                self._wrap()
-                for request in wanted:
-                    self._recomputes.want(request)
+                self._want(wanted)
+
+    def idle(self, workers: "IdleWorkers", wake: Callable[[], None]) -> None:
+        """The engine is about to wait: for a request, or for a call of ``wake`` on any thread."""
+        with self._sheltered():
+            self._stop_timer()
+            if self._scheduler.pause_state.name != "UNPAUSED":
+                return
+            self._want(workers.ask(wake, self.polls))
+            seconds = self._recomputes.idle() if self._patches.done else None
+            missed = self._recomputes.missed()
+            if missed:
+                # Without a batch nothing takes them along.
+                workers.tell(missed)
+            poll = POLL_S if self.polls and not workers.here else None
+            waits = [one for one in (seconds, poll) if one is not None]
+            if waits:
+                self._timer = threading.Timer(min(waits), wake)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _want(self, wanted: Iterable[str]) -> None:
+        for request in wanted:
+            self._wrap()
+            self._recomputes.want(request)
 
     def running(self) -> Sequence[Running]:
         """See `InternalRequests`."""
@@ -80,6 +157,9 @@ class SchedulerRequests(InternalRequests):
 
     def find(self, name: str) -> Running | None:
         """See `InternalRequests`."""
+        prefix = self._prefix(name)
+        if prefix is not None:
+            return Running(name, prefix.left(), 0, prefix.number)
         request = self._scheduler.requests.get(name)
         return _running(request) if request is not None and request in self._scheduler.running else None
 
@@ -89,8 +169,18 @@ class SchedulerRequests(InternalRequests):
         seat = len(self._scheduler.running) < self._scheduler.max_num_running_reqs
         return seat and not self._scheduler.waiting and blocks * MOST_OF_FREE <= free
 
+    def spare(self, request: str) -> bool:
+        """See `InternalRequests`. vLLM takes free blocks from the front."""
+        needed = sum(len(blocks) + 1 for blocks in self.blocks(request))
+        front = list(itertools.islice(free_blocks(self._manager.block_pool), needed))
+        return len(front) == needed and all(block.block_hash is None for block in front)
+
     def begin(self, name: str, request: str, tokens: int) -> str | None:
         """See `InternalRequests`."""
+        prefix = self._prefix(request)
+        if prefix is not None:
+            self._scheduler.add_request(self._make(name, prefix, tokens))
+            return None
         target = self._scheduler.requests[request]
         why = self._why_not(target)
         if why is None:
@@ -110,7 +200,8 @@ class SchedulerRequests(InternalRequests):
 
     def blocks(self, name: str) -> GroupBlocks:
         """See `InternalRequests`."""
-        held: GroupBlocks = self._manager.get_block_ids(name)
+        prefix = self._prefix(name)
+        held: GroupBlocks = self._manager.get_block_ids(name) if prefix is None else prefix.blocks()
         return held
 
     def end(self, name: str) -> None:
@@ -156,6 +247,36 @@ class SchedulerRequests(InternalRequests):
 
         return cache
 
+    def _prefix(self, name: str) -> ParkedPrefix | None:
+        if isinstance(self.parked, str) or not name.startswith(PARKED):
+            return None
+        return self.parked.get(name.removeprefix(PARKED))
+
+    def _frees(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def free(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if request.is_finished() and not is_internal(request.request_id):
+                with self._sheltered():
+                    self._ended(request)
+            return original(request, *args, **kwargs)
+
+        return free
+
+    def _ended(self, request: Any) -> None:
+        if isinstance(self.parked, str):
+            return
+        name = request.request_id
+        # vLLM puts eight random digits behind the client's name.
+        alias = name[:-9] if re.fullmatch("-[0-9a-f]{8}", name[-9:]) else None
+        why = self._why_not(request)
+        if why is None and request.lora_request is not None:
+            why = "its adapter may be another one by now, or gone, and an engine can end where it loads none"
+        prefix = BlockPrefix(name=name, alias=alias, why=why, touches=self._touched.of(name))
+        if why is None:
+            held = zip(self._block_sizes, self._manager.get_blocks(name).blocks, strict=True)
+            prefix.take(request.all_token_ids[: _running(request).tokens], held)
+        if why is not None or prefix.content:
+            self.parked.add(prefix)
+
     @contextmanager
     def _sheltered(self) -> Iterator[None]:
         """After an exception of ours nothing is computed again any more; none reaches the scheduler."""
@@ -164,9 +285,13 @@ class SchedulerRequests(InternalRequests):
         except Exception as error:
             reason = f"requests are not computed again: {type(error).__name__}: {error}"
             self._recomputes.stop(reason)
+            self.parked = reason
             emit(Event("hooks_left_out", "error", {"reason": reason}))
 
     def _note(self, output: Any) -> None:
+        counted = {} if isinstance(self.parked, str) else self.parked.counted()
+        if counted:
+            setattr(output, COUNTED, counted)
         for name in output.finished_req_ids:
             self._touched.ended(name)
         begun = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
@@ -179,9 +304,12 @@ class SchedulerRequests(InternalRequests):
             self._touched.began(name, hit, request.num_tokens if request is not None and request.num_preemptions else 0)
 
 
-def pairs_of(output: Any) -> Sequence[RecomputePair]:
-    """Requests that were computed again with ``output`` of the scheduler."""
-    return [one for one in getattr(output, PAIRS, ()) if isinstance(one, RecomputePair)]
+def deliver(output: Any, worker: RecomputePairs) -> None:
+    """After the forward of ``output``: has ``worker`` compare what the scheduler sent along with it. Raises
+    `ViolationError` in raise mode."""
+    worker.count(getattr(output, COUNTED, {}))
+    worker.compare([one for one in getattr(output, PAIRS, ()) if isinstance(one, RecomputePair)])
+    worker.read()
 
 
 def _running(request: Any) -> Running:

@@ -54,6 +54,8 @@ class Event:
     | ranks_blind         | ranks are not compared with others, or with none: why, and which                       |
     | ranks_rounding      | KV that several ranks hold is not bit-equal: it is not compared in such forwards       |
     | weights_unsure      | weights changed, perhaps by an update untold by anybody; told at 1, 2, 4..: the names  |
+    | parked_full         | so many requests have ended that prefixes in the cache are not remembered: most_tokens |
+    | parked_left_out     | a prefix in the cache can't be computed again: request, reason; each reason once       |
     | paused              | somebody has paused the guard: forwards are not checked until resumed                  |
     | resumed             | the guard goes on; the slots of then are not judged until written again                |
     | summary             | once, at close or at the process's exit: everything checked and found, and zeros       |

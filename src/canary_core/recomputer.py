@@ -42,13 +42,15 @@ class CachedRequest:
 
     tokens: the token of each position in the cache, on the host. slots: by name of a region, integer ``[n]`` on the
     pool's device: the region's slot of each position, as `Region` numbers slots; -1 where none is resident (passed by a
-    window). touches: none for a request that has computed all of its KV itself.
+    window). touches: none for a request that has computed all of its KV itself. parked: of a request that has ended,
+    number of tokens that it left in the prefix cache, of which ``tokens`` are still there; None for a running request.
     """
 
     request: str
     tokens: Sequence[int] = field(repr=False)
     slots: Mapping[str, Tensor] = field(repr=False)
     touches: Sequence[Touch] = ()
+    parked: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,14 +132,27 @@ def test_what_can_not_be_asked_is_one_sentence(start):
     for arguments, sentence in [
         ([], "canary: name a request with --request ID, or have all that run verified with --all"),
         (["--all", "--request", "a"], "canary: name a request with --request ID, or have all"),
+        (["--all", "--all-parked"], "canary: name a request with --request ID, or have all"),
+        (["--prefix-of", "a", "--all-parked"], "canary: name a request with --request ID, or have all"),
         (["--request", ""], f"{name} 0"),
         (["--request", "x" * 600], f"{name} 600"),
+        (["--prefix-of", "x" * 600], f"{name} 600"),
         (["--all", "--pid", "1"], "canary: process 1 listens in"),
     ]:
         result = CliRunner().invoke(app, ["ctl", "verify", *arguments], env=engine.environment)
         (line,) = result.stderr.splitlines()
         assert (result.exit_code, result.stdout) == (2, "")
         assert line.startswith(sentence)
+
+
+def test_an_engine_that_remembers_no_prefixes_says_so(start):
+    """As an error of the process, with exit code 2."""
+    engine = start()
+    for arguments in (["--prefix-of", "a"], ["--all-parked"]):
+        code, out, err = engine.verify(*arguments)
+        assert (code, out) == (2, "")
+        assert "what requests left in the prefix cache of this engine is not remembered" in err
+        assert err.endswith("verify a request while it runs\n")
 
 
 def test_an_unknown_request_has_its_reason(start):

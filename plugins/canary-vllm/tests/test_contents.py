@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from canary_vllm.batches import contents
-from vllm_on_cpu import guarded
+from vllm_on_cpu import guarded, parked
 
 from canary_adapters import embedding_numbers, media_number
 from canary_core import Kind, Writers
@@ -129,3 +129,19 @@ def test_a_prompt_of_embeddings_alone_has_numbers_for_tokens():
     assert contents.prompt(Writers(), "a", about).tolist() == embedding_numbers(embeds).tolist()
     about.prompt_embeds = None
     assert contents.prompt(Writers(), "a", about) is None
+
+
+def test_what_a_request_of_embeddings_left_is_not_computed_again(small):
+    """Left out of what is remembered of ended requests, with the reason, which is the answer, too."""
+    with guarded.guard(small) as guard:
+        for name in ("one", "other"):
+            submit(small, name, rows(small, 2))
+            serve(small)
+        assert parked.remembered(small).names() == ["one", "other"]
+        (answer,) = parked.verify(small, "one")
+        assert (answer.verdict, answer.reason) == ("unjudged", "embeddings or media stand in the place of tokens")
+        parked.serve(small, "text", [*range(3, 70)])
+        (told,) = guard.findings.told("parked_left_out")
+        assert told.fields["reason"] == answer.reason
+        stats = guard.canary.stats()
+        assert (stats["parked_left_out"], stats["parked_remembered"]) == (2, 3)

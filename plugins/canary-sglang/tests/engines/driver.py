@@ -311,6 +311,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         recomputes.recompute_overlapped,
         recomputes.recompute_broken,
         recomputes.recompute_aborted,
+        recomputes.recompute_parked,
         beside,
         uninstall,
     )

@@ -196,6 +196,17 @@ def test_what_can_not_be_judged_says_so(engine):
     assert len(verified.findings.told("unjudged")) == 3
 
 
+def test_what_ended_requests_left_is_not_remembered_and_that_is_said(engine):
+    """At once, in an engine that serves nobody."""
+    verified = engine()
+    verified.submit("ended")
+    verified.finish()
+    verifier = verified.guard._sessions[0].verifier
+    for name in ("ended", None):
+        with pytest.raises(CanaryError, match="left in the prefix cache of this engine is not remembered"):
+            verifier.ask(name, parked=True).result(0)
+
+
 def test_an_engine_that_does_not_come_to_it_and_a_computation_that_fails(engine, monkeypatch):
     """Whoever asked hears of it, from a loop that stands still after the time given and of an error at once; the engine
     goes on, and its guard too."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import BlockVerdict, RollCall, SchedulerRequests, needs_share, recompute_off
+from canary_adapters import MARK, BlockVerdict, RollCall, SchedulerRequests, mark
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
 from canary_vllm.actions import recompute
@@ -57,6 +57,8 @@ class Hooks:
                 self._follow(f"{targets.CONNECTORS}.{kind}.pre_forward", self._connected)
         if targets.WORKER_END.problem() is None:
             self._wrap(targets.WORKER_END.name, self._worker_ends)
+        if not targets.problems(targets.IDLE):
+            self._wrap(targets.IDLE[0].name, self._has_work)
         if targets.WEIGHTS_END.problem() is None:
             self._wrap(targets.WEIGHTS_END.name, self._weights_end)
         missing = targets.problems(targets.ROLL_CALL)
@@ -133,14 +135,12 @@ class Hooks:
 
     def _initialize(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
-        old = None if profiling else self._sessions.pop(id(runner), None)
-        if old is not None:
+        if not profiling and (old := self._sessions.pop(id(runner), None)) is not None:
             # While the memory that it describes is still the runner's.
             old.close()
         result = original()
         if self._config is not None and not profiling:
-            session = attach_runner(runner, self._config)
-            if session is not None:
+            if (session := attach_runner(runner, self._config)) is not None:
                 self._sessions[id(runner)] = session
             self._without = bool(session is None and runners.groups(runner))
         return result
@@ -176,22 +176,20 @@ class Hooks:
         if (roll_call := self._roll_calls.pop(id(scheduler.vllm_config), None)) is not None:
             with self._sheltered("outputs are not looked at"):
                 given: Any = kwargs.get("scheduler_output", args[0] if args else None)
-                roll_call.output(getattr(made, workers.ATTRIBUTE, None), int(given.total_num_scheduled_tokens))
+                roll_call.output(getattr(made, MARK, None), int(given.total_num_scheduled_tokens))
                 self._roll_calls[id(scheduler.vllm_config)] = roll_call
 
     def _given(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        session = self._sessions.get(id(getattr(wrapper.worker, "model_runner", None)))
-        if session is not None:
+        if (session := self._sessions.get(id(getattr(wrapper.worker, "model_runner", None)))) is not None:
             with session.canary.guard("give"):
                 session.give(kwargs.get("scheduler_output", args[0] if args else None))
         return original()
 
     def _made(self, output: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        session = self._sessions.get(id(runner))
-        if session is not None:
+        if (session := self._sessions.get(id(runner))) is not None:
             with session.canary.guard("mark"):
                 session.leaves()
-                workers.mark(output, session.word, session.recomputed.wanted)
+                mark(output, session.word, session.recomputed.wanted)
 
     @contextmanager
     def _sheltered(self, what: str) -> Iterator[None]:
@@ -212,7 +210,7 @@ class Hooks:
         try:
             made = session.execute(original, output)
             with session.canary.guard("mark"):
-                workers.mark(made, session.word, session.recomputed.wanted)
+                mark(made, session.word, session.recomputed.wanted)
             return made
         finally:
             self._running = None
@@ -222,13 +220,11 @@ class Hooks:
         return original() if session is None else session.forward(original)
 
     def _sampled(self, output: Any, runner: Any, _: Any, about: Any = None, *args: Any, **kwargs: Any) -> None:
-        session = self._sessions.get(id(runner))
-        if session is not None:
+        if (session := self._sessions.get(id(runner))) is not None:
             session.sampled(output, kwargs.get("spec_decode_metadata", kwargs.get("input_batch", about)))
 
     def _prepared(self, tables: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        session = self._sessions.get(id(runner))
-        if session is not None:
+        if (session := self._sessions.get(id(runner))) is not None:
             session.prepared(batch, tables)
 
     def _connected(self, _: Any, *args: Any, **kwargs: Any) -> None:
@@ -240,14 +236,22 @@ class Hooks:
             return
         try:
             recorder = self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
-            internal = self._internal[id(scheduler)] = recompute.follow(scheduler, self._config.recompute.share)
+            internal = self._internal[id(scheduler)] = recompute.follow(scheduler, self._config)
             recorder.told.append(internal.note)
-            if self._config.recompute.verdicts:
-                emit(recompute_off(needs_share("vLLM", self._config.recompute)))
             if self._protection is not None:
                 self._protection.joined(scheduler)
         except Exception as error:
             self._left_out("blocks of the scheduler are not followed", [f"{type(error).__name__}: {error}"])
+
+    def _has_work(self, original: Callable[[], bool], core: Any) -> bool:
+        if original():
+            return True
+        internal = self._internal.get(id(core.scheduler))
+        # Alone among ranks of data parallelism an engine may not run a batch.
+        if internal is None or not core.is_running() or hasattr(core, "dp_group"):
+            return False
+        recompute.idle(core, internal, self.sessions)
+        return original()
 
     def _schedule(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._act(scheduler)
@@ -269,11 +273,9 @@ class Hooks:
 
     def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._roll_calls.pop(id(scheduler.vllm_config), None)
-        internal = self._internal.pop(id(scheduler), None)
-        if internal is not None:
+        if (internal := self._internal.pop(id(scheduler), None)) is not None:
             internal.close()
-        recorder = self._recorders.pop(id(scheduler), None)
-        if recorder is not None:
+        if (recorder := self._recorders.pop(id(scheduler), None)) is not None:
             recorder.close()
             if self._protection is not None:
                 self._protection.left(scheduler)
@@ -281,8 +283,7 @@ class Hooks:
 
     def _worker_ends(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         runner = getattr(getattr(wrapper, "worker", None), "model_runner", None)
-        session = self._sessions.pop(id(runner), None)
-        if session is not None:
+        if (session := self._sessions.pop(id(runner), None)) is not None:
             # While the memory that it describes is still the runner's; its own is given back, too.
             session.close()
         return original()

@@ -20,10 +20,10 @@ from canary_adapters import (
     Mark,
     RecomputePairs,
     WatchedScales,
+    deliver,
     follow_stores,
     model_rounding,
     moved_states,
-    pairs_of,
     upload,
 )
 from canary_core import (
@@ -206,8 +206,7 @@ class Session:
             if self._loads is not None:
                 self._loads.computed(output)
             with self.canary.guard("recompute"):
-                self.recomputed.compare(pairs_of(output))
-                self.recomputed.read()
+                deliver(output, self.recomputed)
         return result
 
     def _scheduled(self) -> None:

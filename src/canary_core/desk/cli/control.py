@@ -90,25 +90,34 @@ def ack(
 
 
 @app.command("verify")
-def verify(
+def verify(  # noqa: PLR0913  (the options of a command)
     request: Annotated[str | None, typer.Option("--request", metavar="ID", help="A running request.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All that run, in each engine.")] = False,
+    prefix_of: Annotated[
+        str | None, typer.Option("--prefix-of", metavar="ID", help="What an ended request left in the prefix cache.")
+    ] = None,
+    every_parked: Annotated[bool, typer.Option("--all-parked", help="All such prefixes that are remembered.")] = False,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0.1, metavar="S", help="Longest wait, in seconds.")
     ] = 60.0,
     pid: Pid = None,
     as_json: AsJson = False,
 ) -> None:
-    """Is the KV of running requests what the model computes? The engine computes it a second time, between forwards or
-    beside them, and compares: see docs/verify.md. Exit code 1 if the KV of a request differs; else 2 if no request got
-    a verdict, or an engine did not answer."""
+    """Is the KV of running requests, or what ended ones left in the prefix cache, what the model computes? The engine
+    computes it a second time, between forwards or beside them, and compares: see docs/verify.md. Exit code 1 if the KV
+    of a request differs; else 2 if no request got a verdict, or an engine did not answer."""
+    parked = every_parked or prefix_of is not None
     try:
-        if every == (request is not None):
-            raise ControlError("name a request with --request ID, or have all that run verified with --all")
-        answers = verifying.verify(_sockets(pid), request, timeout_s)
+        if [request is not None, every, prefix_of is not None, every_parked].count(True) != 1:
+            raise ControlError(
+                "name a request with --request ID, or have all that run verified with --all; for what ended requests "
+                "left in the prefix cache, --prefix-of ID or --all-parked"
+            )
+        asked = prefix_of if parked else request
+        answers = verifying.verify(_sockets(pid), asked, timeout_s, parked)
     except CanaryError as error:
         raise refusal(error) from error
-    verify_screen.show(answers, request, as_json)
+    verify_screen.show(answers, asked, as_json, parked)
 
 
 def top(

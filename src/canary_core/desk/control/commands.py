@@ -106,7 +106,7 @@ class Commands:
         return {"changed": len(canaries)}
 
     def _verify(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
-        return self._verifications.begin(canaries, request.value)
+        return self._verifications.begin(canaries, request.value, request.parked)
 
     def _verified(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
         return self._verifications.look(canaries, request.value or "", request.after)

@@ -23,13 +23,14 @@ engine computes, beside or between the forwards of its users."""
 
 class Request(BaseModel):
     """One question. ``value``: the new value for `mode` and `budget`, a signature for ``ack``, a request for ``verify``
-    (None: all that run), its ticket for ``verified`` and ``forget``; else None. ``after``: for ``verified``, the number
-    of answers that the client has."""
+    (None: all that run), its ticket for ``verified`` and ``forget``; else None. ``parked``: for ``verify``, the
+    parked prefixes of ended requests. ``after``: for ``verified``, the number of answers that the client has."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     command: Command
     value: str | None = Field(default=None, max_length=MOST_VALUE)
+    parked: bool = False
     after: int = Field(default=0, ge=0)
 
     @classmethod

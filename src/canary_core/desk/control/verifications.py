@@ -62,9 +62,10 @@ class Verifications:
     def __init__(self) -> None:
         self._asks: dict[str, _Ticket] = {}
 
-    def begin(self, canaries: "Sequence[Canary]", request: str | None) -> dict[str, Any]:
-        """Asks for ``request``, or (None) for all that run. The result has ``asked``, the number of engines asked, and
-        a ``ticket`` for `look`, and their ``replicas``; with 0 engines ``why`` instead."""
+    def begin(self, canaries: "Sequence[Canary]", request: str | None, parked: bool = False) -> dict[str, Any]:
+        """Asks for ``request``, or (None) for all; ``parked``: for prefixes of ended requests. The result has
+        ``asked``, the number of engines asked, and a ``ticket`` for `look`, and their ``replicas``; with 0 engines
+        ``why`` instead."""
         if len(self._asks) >= MOST_OPEN:
             raise CanaryError(
                 f"{len(self._asks)} verifications are asked for and not answered yet, and no more are taken; try again "
@@ -73,7 +74,8 @@ class Verifications:
         parts = []
         for canary in canaries:
             if canary.enabled and canary.verifier is not None:
-                asked = canary.verifier.ask(request)
+                asks = canary.verifier.ask
+                asked = asks(request, parked=True) if parked else asks(request)
                 parts.append(_Part(ref(canary), _place(canary.config), asked, canary.forwards))
         if not parts:
             return {"asked": 0, "why": NOBODY}

@@ -26,14 +26,18 @@ class Verified:
     errors: list[str] = field(default_factory=list)
 
 
-def verify(paths: Sequence[Path], request: str | None, timeout_s: float) -> "dict[Path, Verified | ControlError]":
+def verify(
+    paths: Sequence[Path], request: str | None, timeout_s: float, parked: bool = False
+) -> "dict[Path, Verified | ControlError]":
     """Has ``request``, or (None) all running requests, verified by each process, at the same time, within about
-    ``timeout_s`` seconds. Raises `ControlError` where no process can verify anything."""
+    ``timeout_s`` seconds; ``parked``: prefixes of ended requests. Raises `ControlError` where no process can
+    verify anything."""
     if request is not None and not 0 < len(request) <= MOST_VALUE:
-        raise ControlError(f"the name of a request has 1 to {MOST_VALUE} characters, got {len(request)}; see --request")
+        option = "--prefix-of" if parked else "--request"
+        raise ControlError(f"the name of a request has 1 to {MOST_VALUE} characters, got {len(request)}; see {option}")
     given_up = threading.Event()
     deadline = time.monotonic() + timeout_s
-    asked = Request(command="verify", value=request)
+    asked = Request(command="verify", value=request, parked=parked)
     begun = client.ask_all(paths, asked)
     again = client.at_once(_ranks(begun), lambda path: client.ask(path, asked))
 
@@ -43,7 +47,7 @@ def verify(paths: Sequence[Path], request: str | None, timeout_s: float) -> "dic
             raise mine
         twice = again.get(path)
         more = [str(twice["ticket"])] if isinstance(twice, dict) and twice["asked"] else []
-        return _one(path, mine, more, _Wait(request, timeout_s, deadline, given_up))
+        return _one(path, mine, more, _Wait(request, parked, timeout_s, deadline, given_up))
 
     answers = client.at_once(paths, one, given_up.set)
     able = {path: one for path, one in answers.items() if not isinstance(one, Verified) or one.asked}
@@ -65,6 +69,7 @@ def only_where_it_runs(answers: Iterable[Verified]) -> None:
 @dataclass(frozen=True, slots=True)
 class _Wait:
     request: str | None
+    parked: bool
     timeout_s: float
     deadline: float
     given_up: threading.Event
@@ -126,7 +131,11 @@ def _sort(told: Iterable[dict[str, Any]], verified: Verified, path: Path) -> Non
 
 def _late(path: Path, waits: _Wait, state: client.Answer) -> str:
     what = "all that run" if waits.request is None else f"request {waits.request!r}"
+    if waits.parked:
+        what = "all parked prefixes" if waits.request is None else f"the prefix of {what}"
     late = f"process {path.stem} has not verified {what} within {waits.timeout_s:g} s"
+    if waits.parked and not state["forwards"]:
+        return f"{late}: it ran no forward meanwhile, and while it is idle it does not come to it; ask while it serves"
     if not state["forwards"]:
         return f"{late}: it ran no forward meanwhile, and work is done between two; ask while the request runs"
     return (

@@ -222,7 +222,7 @@ FAMILIES = (
     ),
     Family(
         "recomputes",
-        "Requests that were to be computed again, by outcome: same, differs, and why there is no verdict.",
+        "Requests that were to be computed again, by outcome: same, differs, gone, and why there is no verdict.",
         _by_name("recomputes"),
         "counter",
         ("outcome",),

@@ -13,6 +13,7 @@ from canary_core.recomputer import CachedRequest, Computed
 from canary_core.region import KVSource, RegionKind
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.watchers.recompute.noise import Errors
+from canary_core.watchers.recompute.parked import ParkedRecords
 
 KINDS = (RegionKind.FULL, RegionKind.WINDOW)
 """Regions of one token a slot, written once."""
@@ -35,10 +36,11 @@ class Compared(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """Errors of each region where both sides have slots. missing: what is not compared at all, as region and source by
-    name."""
+    name. left: number of tokens of a parked prefix in slots with unchanged records; None for a running request."""
 
     errors: Sequence[Errors]
     missing: Sequence[str]
+    left: int | None = None
 
     @property
     def exact(self) -> bool:
@@ -58,12 +60,15 @@ class Comparing:
     def __init__(self, canary: Compared, cached: CachedRequest, computed: Mapping[str, Computed]) -> None:
         self._begun: list[tuple[str, Sequence[KVSource], HostCopy]] = []
         self._missing: list[str] = []
+        self._before = self._after = None if cached.parked is None else ParkedRecords(canary.states, cached)
         for name, slots in cached.slots.items():
             state, again = canary.states[name], computed.get(name)
             known = again is not None and state.region.kind in KINDS
             sources = () if again is None or not known else self._begin(canary.backend, state, slots, again)
             names = {source.name for source in sources}
             self._missing += [f"{name} {source.name}" for source in state.region.sources if source.name not in names]
+        if self._before is not None:
+            self._after = ParkedRecords(canary.states, cached)
 
     def _begin(self, backend: str, state: RegionState, slots: Tensor, computed: Computed) -> Sequence[KVSource]:
         again = {source.name: source for source in computed.sources}
@@ -77,11 +82,13 @@ class Comparing:
 
     def arrived(self) -> bool:
         """Whether `result` does not wait."""
-        return all(copy.arrived() for _, _, copy in self._begun)
+        looks = all(look is None or look.arrived() for look in (self._before, self._after))
+        return looks and all(copy.arrived() for _, _, copy in self._begun)
 
     def result(self) -> Comparison:
         """Waits for the device, unless all has `arrived`."""
-        return Comparison([_errors(*one) for one in self._begun], self._missing)
+        left = None if self._before is None or self._after is None else self._before.left(self._after)
+        return Comparison([_errors(*one) for one in self._begun], self._missing, left)
 
 
 def _errors(name: str, sources: Sequence[KVSource], copy: HostCopy) -> Errors:

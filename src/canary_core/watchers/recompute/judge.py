@@ -1,6 +1,7 @@
 """`RecomputeJudge`: verdicts on requests in the cache whose KV was computed a second time, by whomever."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -107,10 +108,19 @@ class RecomputeJudge:
 
     def too_few(self, cached: CachedRequest) -> Verification | None:
         """The answer for a request that is too short for any verdict, before anything is computed; None for others."""
-        if len(cached.tokens) >= WINDOW_TOKENS:
+        tokens, parked = len(cached.tokens), cached.parked is not None
+        if tokens >= WINDOW_TOKENS:
             return None
+        if cached.parked is not None and cached.parked > tokens:
+            return self.gone(cached.request, tokens, cached.parked)
         why = f"fewer than {WINDOW_TOKENS} tokens are in the cache: a median of so few is no proof"
-        return self.unjudged(cached.request, why, "few_tokens", len(cached.tokens))
+        return replace(self.unjudged(cached.request, why, "few_tokens", tokens), parked=parked)
+
+    def gone(self, request: str, left: int, parked: int) -> Verification:
+        """The answer for a request with too few tokens ``left`` of ``parked`` ones in the prefix cache."""
+        self._canary.count("recompute_gone")
+        why = f"{left} of the {parked} tokens that it left in the prefix cache are still there"
+        return Verification(request, left, "gone", f"{why}: the others were evicted or overwritten", parked=True)
 
     def check_bytes(self, cached: CachedRequest) -> None:
         """Compares all bytes with their fingerprints: a finding of its own."""
@@ -118,11 +128,19 @@ class RecomputeJudge:
             self._canary.slots.check(region, slots[slots >= 0])
 
     def teaches(self, cached: CachedRequest, comparison: Comparison) -> bool:
-        """Whether noise is to be learnt from it: there is none yet, and nothing but the request computed its KV."""
-        return not self.noise.known and not cached.touches and comparison.finite
+        """Whether noise is to be learnt: there is none yet, and nothing but the request computed the KV. Never from a
+        parked prefix: weights may have changed since."""
+        return not self.noise.known and not cached.touches and cached.parked is None and comparison.finite
 
     def verdict(self, cached: CachedRequest, comparison: Comparison) -> Verification:
-        """By the noise known now; reports a finding."""
+        """By the noise known now; reports a finding, but never about slots with changed records of a parked prefix."""
+        if cached.parked is None or comparison.left is None:
+            return self._verdict(cached, comparison)
+        if comparison.left < len(cached.tokens):
+            return self.gone(cached.request, comparison.left, cached.parked)
+        return replace(self._verdict(cached, comparison), parked=True)
+
+    def _verdict(self, cached: CachedRequest, comparison: Comparison) -> Verification:
         tokens = len(cached.tokens)
         if not any(len(one.positions) >= WINDOW_TOKENS and one.sources for one in comparison.errors):
             why = f"no region has {WINDOW_TOKENS} tokens of it that can be compared as numbers"
@@ -197,7 +215,7 @@ class RecomputeJudge:
             position=position,
             request=cached.request,
             rule=_rule(first.layer, everywhere, touch),
-            detail=_detail(first, cached.touches),
+            detail=_detail(first, cached),
         )
 
 
@@ -210,8 +228,10 @@ def _rule(layer: int, everywhere: bool, touch: Touch | None) -> str:
     return "input" if layer == 0 else "attention"
 
 
-def _detail(first: LayerError, touches: Sequence[Touch]) -> str:
-    touched = "".join(f"; a {touch.what} brought its first {touch.end} tokens" for touch in touches)
+def _detail(first: LayerError, cached: CachedRequest) -> str:
+    touched = "".join(f"; a {touch.what} brought its first {touch.end} tokens" for touch in cached.touches)
+    if cached.parked is not None:
+        touched += f"; it has ended, and the prefix cache keeps {len(cached.tokens)} tokens of it"
     return (
         f"first in {first.source}, by {first.worst:.2g} of its size in the median of {WINDOW_TOKENS} tokens, where "
         f"noise is at most {first.bound or 0:.2g}{touched}"

@@ -29,6 +29,10 @@ MOST_FAILURES = 3
 """Recomputes in a row that may fail by an unknown error, before ``CANARY_RECOMPUTE`` is given up."""
 MOST_MEMORY = 0.5
 """Share of the device's free memory that one recompute may take."""
+NOT_PARKED = (
+    "what requests left in the prefix cache of this engine is not remembered, so none of it can be computed again; "
+    "verify a request while it runs"
+)
 NO_MEMORY = "the device has no memory for a second computation of this request"
 
 
@@ -63,9 +67,12 @@ class Recompute:
         """Learnt so far. Read on the engine's thread."""
         return self.judge.noise
 
-    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
-        """Asks for `verify`, and does not wait: for any thread."""
+    def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
+        """Asks for `verify`, and does not wait: for any thread. ``parked`` is refused."""
         asked: Future[list[Verification]] = Future()
+        if parked:
+            asked.set_exception(CanaryError(NOT_PARKED))
+            return asked
         self._asked.append((request, asked))
         return asked
 

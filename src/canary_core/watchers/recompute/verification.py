@@ -9,7 +9,7 @@ from canary_core.watchers.recompute.attention import AttentionError
 
 Reason = Literal["few_tokens", "noise_unknown", "no_numbers", "no_memory", "refused", "failed"]
 """Sorts of missing verdicts, as they are counted. refused: the engine's plugin says why."""
-OUTCOMES: tuple[str, ...] = ("same", "differs", *get_args(Reason))
+OUTCOMES: tuple[str, ...] = ("same", "differs", "gone", *get_args(Reason))
 """All that a recompute can come to."""
 
 
@@ -35,18 +35,20 @@ class LayerError:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """``tokens`` of a request in the cache against the same tokens computed again. reason: of a verdict ``unjudged``.
-    finding: of a verdict ``differs``, in a sentence. uncompared: region and source of what has no numbers to
-    compare. attention: of the layer whose turn it was, against plain torch."""
+    """``tokens`` of a request in the cache against the same tokens computed again. reason: of a verdict ``unjudged`` or
+    ``gone``. finding: of a verdict ``differs``, in a sentence. uncompared: region and source of what has no numbers to
+    compare. attention: of the layer whose turn it was, against plain torch. parked: whether the request has ended, and
+    only a prefix is in the cache; ``gone`` if too little is left."""
 
     request: str
     tokens: int
-    verdict: Literal["same", "differs", "unjudged"]
+    verdict: Literal["same", "differs", "unjudged", "gone"]
     reason: str | None = None
     finding: str | None = None
     layers: Sequence[LayerError] = ()
     uncompared: Sequence[str] = ()
     attention: AttentionError | None = None
+    parked: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; None in the place of an error that is not finite."""
@@ -65,7 +67,7 @@ class Verification:
 
     def table(self) -> str:
         """Lines of text for people: the verdict, then one line for each source."""
-        head = f"{self.request}: {self.verdict}, {self.tokens} tokens"
+        head = f"{'prefix of ' * self.parked}{self.request}: {self.verdict}, {self.tokens} tokens"
         lines = [f"{head} ({self.reason})" if self.reason else head, *([self.finding] if self.finding else [])]
         for one in self.layers:
             bound = "" if one.bound is None else f", noise up to {one.bound:.2g}"
@@ -84,9 +86,9 @@ class Verification:
 class Verifier(Protocol):
     """Has requests of one Canary computed again: `Canary.verifier`."""
 
-    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
-        """Asks for the verification of one request, or (None) of all with KV in the cache, and does not wait. For any
-        thread. The result may be a `CanaryError`."""
+    def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
+        """Asks for the verification of one request, or (None) of all that run, and does not wait. For any thread. The
+        result may be a `CanaryError`. parked: of prefixes of ended requests in the prefix cache."""
 
 
 def _endless(plain: Mapping[str, Any]) -> dict[str, float]:

@@ -47,9 +47,9 @@ class Verifier:
             raise CanaryError("nothing is verified here any more: an error switched Canary off, or it was closed")
         return self.recompute.verify(request, timeout_s)
 
-    def ask(self, request: str | None = None) -> "Future[list[Verification]]":
+    def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
         """See `Verifier.ask` of the core."""
-        return self.recompute.ask(request)
+        return self.recompute.ask(request, parked)
 
     def follow(self, patches: Patches, on_stream: AbstractContextManager[object]) -> None:
         """Hooks the engine's search for prefixes, its forks, and its loop. ``on_stream``: a context on the stream of

@@ -1,17 +1,49 @@
 """vLLM's requests, computed again by internal ones: in the scheduler's process."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import SchedulerRequests
+from canary_adapters import IdleWorkers, RecomputePair, SchedulerRequests, needs_share, recompute_off
+from canary_core import CanaryConfig, emit
+from canary_vllm.session import Session
 
 
-def follow(scheduler: Any, share: float) -> SchedulerRequests:
+def follow(scheduler: Any, config: CanaryConfig) -> SchedulerRequests:
     """Makes requests of ``scheduler`` computable again."""
     from vllm.v1.request import RequestStatus
 
     abort = partial(scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
-    return SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, share)
+    if config.recompute.verdicts:
+        emit(recompute_off(needs_share("vLLM", config.recompute)))
+    requests = SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, config.recompute.share)
+    requests.polls = config.control == "write"
+    return requests
+
+
+def idle(core: Any, requests: SchedulerRequests, sessions: Sequence[Session]) -> None:
+    """``core`` serves nobody, and is about to wait. ``sessions``: of the core's process."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    here = [session.recomputed for session in sessions]
+    workers = IdleWorkers(here, lambda pairs: core.model_executor.collective_rpc(exchange(pairs)))
+    requests.idle(workers, partial(core.input_queue.put_nowait, (EngineCoreRequestType.WAKEUP, None)))
+
+
+def exchange(pairs: Sequence[RecomputePair]) -> Callable[[Any], Sequence[str]]:
+    """A function for each worker, as `workers.question`: takes ``pairs``, and returns wanted requests."""
+
+    def take(worker: Any) -> Sequence[str]:
+        try:
+            from canary_vllm.hooks import HOOKS
+
+            (session,) = [session for session in HOOKS.sessions if session.runner is worker.model_runner]
+            session.recomputed.compare(pairs)
+            return session.recomputed.wanted()
+        except Exception:
+            return ()
+
+    return take
 
 
 def _again(name: str, target: Any, tokens: int) -> Any:

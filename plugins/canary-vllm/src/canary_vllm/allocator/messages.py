@@ -12,11 +12,6 @@ ANSWERS = "canary_answers"
 """The same with ends of answers, in some outputs."""
 
 
-def attach(output: Any, message: BlockMessage) -> None:
-    """``message`` goes where ``output`` goes."""
-    setattr(output, ATTRIBUTE, message)
-
-
 def attached(output: Any) -> BlockMessage | None:
     """The message sent with ``output``, None where the scheduler is not followed."""
     found = getattr(output, ATTRIBUTE, None)

@@ -74,7 +74,7 @@ class BlockRecorder:
         self._message.salts = {r.request_id: r.cache_salt for r in new if getattr(r, "cache_salt", None)}
         traced = ((r.request_id, (getattr(r, "trace_headers", None) or {}).get("traceparent")) for r in new)
         self._message.traces = {name: traceparent for name, traceparent in traced if traceparent}
-        messages.attach(output, self._message)
+        setattr(output, messages.ATTRIBUTE, self._message)
         with self._lists() as lists:
             parts = None if lists is None else lists.next(output.total_num_scheduled_tokens)
             if parts is not None:

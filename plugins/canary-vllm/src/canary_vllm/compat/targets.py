@@ -16,6 +16,10 @@ WORKER = "vllm.v1.worker.worker_base.WorkerWrapperBase"
 WORKER_END = HookTarget(f"{WORKER}.shutdown")
 """If unfit, guarded memory is not released at the end of its engine."""
 
+CORE = "vllm.v1.engine.core.EngineCoreProc"
+IDLE = (HookTarget(f"{CORE}.has_work"), HookTarget(f"{CORE}.is_running"))
+"""If one is unfit, nothing is computed again by an engine that serves nobody."""
+
 WEIGHTS_END = HookTarget("vllm.v1.worker.gpu_worker.Worker.finish_weight_update")
 """Ends an update of the weights, of which parts may have been written without the model's own function. Older releases
 have none."""

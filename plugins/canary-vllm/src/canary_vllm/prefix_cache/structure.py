@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from canary_adapters import BlockBreach, BlockSweep, count_breaches
+from canary_adapters import BlockBreach, BlockSweep, count_breaches, free_blocks
 
 
 def sweep(manager: Any) -> BlockSweep:
@@ -14,7 +14,8 @@ def sweep(manager: Any) -> BlockSweep:
     pool = manager.block_pool
     counts = {block.block_id: block.ref_cnt for block in pool.blocks if not block.is_null}
     cached = sum(block.block_hash is not None for block in pool.blocks)
-    return BlockSweep.of(cached, chain(count_breaches(counts, _held(manager), _free(pool)), _stale(pool)))
+    free = Counter(block.block_id for block in free_blocks(pool))
+    return BlockSweep.of(cached, chain(count_breaches(counts, _held(manager), free), _stale(pool)))
 
 
 def _stale(pool: Any) -> Iterator[BlockBreach]:
@@ -34,14 +35,3 @@ def _held(manager: Any) -> Counter[int]:
             for blocks in single.req_to_blocks.values():
                 held.update({block.block_id for block in blocks if not block.is_null})
     return held
-
-
-def _free(pool: Any) -> Counter[int]:
-    """Number of each block's entries in the free list, which may be broken: no more entries are followed than
-    possible."""
-    queue, free = pool.free_block_queue, Counter[int]()
-    block = queue.fake_free_list_head.next_free_block
-    while block is not None and block is not queue.fake_free_list_tail and free.total() <= len(pool.blocks):
-        free[block.block_id] += 1
-        block = block.next_free_block
-    return free

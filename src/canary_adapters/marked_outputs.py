@@ -1,0 +1,31 @@
+"""`mark`: words of a worker beside the outputs of its runner, on their way to the scheduler's process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from canary_adapters.roll_call import Mark
+
+MARK = "canary_mark"
+"""Attribute of a runner's output with a `Mark`, pickled along."""
+
+WANTED = "canary_wanted"
+"""The same with requests that somebody asks a worker for."""
+
+
+def mark(output: Any, word: Mark, wanted: Callable[[], Sequence[str]] = list) -> None:
+    """Attaches ``word``, and requests ``wanted`` of the scheduler, to ``output`` of a runner, which may be made later.
+    An output without requests is shared."""
+    if hasattr(output, "get_output"):
+        made = output.get_output
+
+        def get_output() -> Any:
+            result = made()
+            mark(result, word, wanted)
+            return result
+
+        output.get_output = get_output
+    elif getattr(output, "req_ids", None):
+        setattr(output, MARK, word)
+        asked = wanted()
+        if asked:
+            setattr(output, WANTED, asked)

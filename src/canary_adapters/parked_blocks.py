@@ -1,0 +1,75 @@
+"""`BlockPrefix`: a parked prefix in blocks like vLLM's, each with a key for all tokens up to the block's end."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from canary_adapters.parked_prefixes import GroupBlocks, ParkedPrefix
+
+KeyedBlock = tuple[Any, Any]
+"""A block of the engine's, and its key in the prefix cache when the request ended."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class BlockPrefix(ParkedPrefix):
+    """Takes the place of the engine's own request in the making of an internal one."""
+
+    groups: Sequence["_Group"] = field(default=(), repr=False)
+
+    client_index = 0
+    lora_request = None
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """See `content`."""
+        return self.content
+
+    def take(self, tokens: Sequence[int], held: Iterable[tuple[int, Sequence[Any]]]) -> None:
+        """The request ends with ``tokens`` in the cache. ``held``: of each group the tokens of a block, and the
+        request's blocks."""
+        self.groups = [
+            _Group(size, [(block, block.block_hash) for block in blocks[: len(tokens) // size]])
+            for size, blocks in held
+        ]
+        self.content = array("i", tokens[: self.left()])
+
+    def left(self) -> int:
+        """See `ParkedPrefix`."""
+        return min((group.left() for group in self.groups if group.whole), default=0)
+
+    def blocks(self) -> GroupBlocks:
+        """See `ParkedPrefix`."""
+        return [[one[0].block_id if _keeps(one) else 0 for one in group.blocks] for group in self.groups]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """size: tokens of a block."""
+
+    size: int
+    blocks: Sequence[KeyedBlock]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the group keeps the KV of all positions: no window has passed the first."""
+        return bool(self.blocks) and not self.blocks[0][0].is_null
+
+    def left(self) -> int:
+        """Number of tokens from the first on."""
+        return self.size * sum(1 for _ in takewhile(_keeps, self.blocks))
+
+
+def free_blocks(pool: Any) -> Iterator[Any]:
+    """The free list of vLLM's ``pool``, perhaps a broken one, first to last: no more entries than possible."""
+    queue = pool.free_block_queue
+    block, left = queue.fake_free_list_head.next_free_block, len(pool.blocks) + 1
+    while block is not None and block is not queue.fake_free_list_tail and left:
+        yield block
+        block, left = block.next_free_block, left - 1
+
+
+def _keeps(block: KeyedBlock) -> bool:
+    held, key = block
+    return key is not None and held.block_hash == key
