@@ -62,6 +62,7 @@ def measure(case: Case, modules: Modules | None, budget_s: float) -> Result:
     size = setting.floor_bytes
     gbps = size / timing.us / 1000
     peer_us, peer_note = _peer(setting, modules, budget_s) if modules and case.peer else ({}, "")
+    gathers = case.ops == ("read_check",) and not setting.state.sources.sums
     return Result(
         case.name,
         case.work,
@@ -71,7 +72,7 @@ def measure(case: Case, modules: Modules | None, budget_s: float) -> Result:
         high_us=timing.high_us,
         gbps=gbps,
         resident_us=resident_us,
-        gather_us=gather_us(setting, budget_s) if case.ops == ("read_check",) and not setting.state.sources.sums else None,
+        gather_us=gather_us(setting, budget_s) if gathers else None,
         bar=str(case.bar or ""),
         met=case.bar.met(timing.us, gbps) if case.bar else None,
         peer_us=peer_us,

@@ -1,4 +1,4 @@
-"""What a GPU's part of a model's pool is, and what Canary's own memory beside it is: allocated, or on torch's meta device.
+"""Canary's own memory beside the part of a model's pool that one GPU has: allocated, or on torch's meta device.
 
 ``python -m benchmarks.shards`` prints the table; ``--device cuda`` allocates pool and records for real, 32 GB of pool a
 region, and asks the allocator.
