@@ -20,7 +20,8 @@ CACHE_EVENTS = ("park", "share", "park", "evict", "alloc")
 @dataclass(frozen=True, slots=True)
 class Shape:
     """``sets`` batches over disjoint slots, each of ``rows`` requests with ``context_tokens`` in the cache and
-    ``new_tokens`` to write; the timed launches go round the sets, so that none finds its input in the cache."""
+    ``new_tokens`` to write; the timed launches go round the sets, so that none finds its input in the cache.
+    ``shared_tokens``: the first tokens of the context, whole pages, have the same slots in all rows of a set."""
 
     rows: int
     context_tokens: int
@@ -28,6 +29,7 @@ class Shape:
     sets: int = 1
     layers: int = 1
     spare_slots: int = 0
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Case:
     @property
     def has_bytes(self) -> bool:
         """Whether the case fingerprints bytes."""
-        return self.layout != "bare"
+        return not self.layout.startswith("bare")
 
     @property
     def step(self) -> tuple[str, ...]:
@@ -90,6 +92,7 @@ class Case:
             sets=min(self.shape.sets, 2),
             layers=min(self.shape.layers, 2),
             spare_slots=min(self.shape.spare_slots, 50),
+            shared_tokens=min(self.shape.shared_tokens, 32),
         )
         return replace(self, shape=small, scrub_bytes=min(self.scrub_bytes, 1 << 17))
 
@@ -114,6 +117,25 @@ CASES: dict[str, Case] = {
         Case(
             "check/tokens-256x4096", "check of 256 × 4096 with the requests' own tokens", ("check",),
             Shape(256, 4096, sets=4), peer=("plan", "verify"), tokens=True,
+        ),
+        *(
+            Case(
+                f"check/readers-{rows}x131072", f"check of {rows} readers of a prefix of 131,072 tokens, and 128 each",
+                ("check",), Shape(rows, 131_200, shared_tokens=131_072),
+            )
+            for rows in (1, 16, 256)
+        ),
+        Case(
+            "check/readers-256x131072-pages", "the same 256 readers through a block table with pages of 16", ("check",),
+            Shape(256, 131_200, shared_tokens=131_072), layout="bare-pages",
+        ),
+        Case(
+            "check/readers-32x1048576", "check of 32 readers of a prefix of 1M tokens, and 128 each", ("check",),
+            Shape(32, 1_048_704, shared_tokens=1_048_576),
+        ),
+        Case(
+            "check/16x131072", "check of 16 requests × 131,072 tokens that share nothing", ("check",),
+            Shape(16, 131_072),
         ),
         Case(
             "record/prefill-8192", "record a prefill of 8192 tokens, no bytes", ("record",),

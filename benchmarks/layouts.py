@@ -89,6 +89,7 @@ LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("bare", bare, ("kv",)),
+        Layout("bare-pages", bare, ("kv",), page_size=16),
         Layout("llama", llama, ("k", "v")),
         Layout("llama-k", llama, ("k",)),
         Layout("mla", mla, ("kv",)),

@@ -136,31 +136,35 @@ class Traffic:
         """Random tokens; slots (pages, where the layout has them) in random order. Page 0 stays free."""
         shape, page = case.shape, LAYOUTS[case.layout].page_size
         rows, length = shape.rows * shape.sets, shape.context_tokens + shape.new_tokens
-        pages = -(-length // page)
-        entries = torch.randperm(rows * pages, device=device).view(rows, pages) + 1
+        shared, own = shape.sets * (shape.shared_tokens // page), -(-(length - shape.shared_tokens) // page)
+        pages = torch.randperm(shared + rows * own, device=device) + 1
+        first = pages[:shared].view(shape.sets, -1).repeat_interleave(shape.rows, 0)
+        entries = torch.cat((first, pages[shared:].view(rows, own)), 1)
         slots = (entries[:, :, None] * page + torch.arange(page, device=device)).view(rows, -1)[:, :length]
         tokens = torch.randint(0, VOCABULARY, (rows, length), device=device)
+        common = tokens[:: shape.rows, : shape.shared_tokens]
+        tokens[:, : shape.shared_tokens] = common.repeat_interleave(shape.rows, 0)
         return cls(slots.contiguous(), tokens, entries.int().contiguous(), page)
 
     @property
     def last_slot(self) -> int:
         """Highest slot number in use."""
-        return (self.entries.numel() + 1) * self.page_size - 1
+        return (int(self.entries.max()) + 1) * self.page_size - 1
 
     def batch(self, rows: slice, first: int, end: int, expected: bool) -> BatchView:
         """The forward of ``rows`` that writes positions ``[first, end)`` of each."""
         device = self.tokens.device
-        count = self.tokens[rows].shape[0]
+        # As engines do it: one table of all requests, and which of its rows these are.
+        index = torch.arange(len(self.tokens), device=device)[rows]
+        count = len(index)
         lengths = partial(torch.full, (count,), dtype=torch.int32, device=device)
         write_slots = flat(self.slots[rows, first:end])
-        # As engines do it: one table of all requests, and which of its rows these are.
-        index = torch.arange(rows.start, rows.stop, device=device)
         table = SlotTable(self.entries, index, self.page_size, write_slots=write_slots)
         return BatchView(
             prefix_lens=lengths(first),
             new_lens=lengths(end - first),
             token_ids=flat(self.tokens[rows, first:end]),
-            writers=torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device),
+            writers=index.int(),
             tables={REGION: table},
             positions=torch.arange(first, end, device=device).repeat(count),
             expected_tokens=self.tokens[rows].int() if expected else None,
@@ -196,7 +200,13 @@ class Setting:
         traffic = Traffic.random(case, device)
         read_check = -1 if "read_check" in case.ops else 0
         shares = "all" if case.has_bytes else "off"
-        config = CanaryConfig.load(bytes=shares, read_check=read_check, store_check="note_store" in case.ops)
+        config = CanaryConfig.load(
+            bytes=shares,
+            read_check=read_check,
+            store_check="note_store" in case.ops,
+            # Room for what all readers of a slot find.
+            ring_rows=max(1024, 16 * case.shape.rows),
+        )
         return cls(case, traffic, RegionState(region(case, traffic), 0, Shared.allocate(config, device), config))
 
     def reset(self) -> None:
@@ -221,6 +231,7 @@ class Setting:
     def _floor_bytes(self, op: str) -> int:
         shape, state = self.case.shape, self.state
         reads, writes = shape.rows * shape.context_tokens, shape.rows * shape.new_tokens
+        records = reads - (shape.rows - 1) * shape.shared_tokens
         entry = 4 / self.traffic.page_size
         plan, claim, token = 64, 8, 8
         known = 4 if self.case.tokens else 0
@@ -232,7 +243,7 @@ class Setting:
             return self._floor_bytes("fingerprint") + self._floor_bytes("record")
         return int(
             {
-                "check": reads * (entry + SECTOR_BYTES + known) + writes * (8 + plan + claim + SECTOR_BYTES),
+                "check": reads * (entry + known) + records * SECTOR_BYTES + writes * (8 + plan + claim + SECTOR_BYTES),
                 "read_check": reads * (entry + prints + state.sources.slot_bytes),
                 "fingerprint": writes * (plan + claim + token + 2 * prints + state.sources.slot_bytes),
                 "note_store": writes * (plan + claim + prints + state.sources.slot_bytes),
@@ -253,9 +264,18 @@ class Setting:
         )
 
     def _prime(self) -> None:
-        backend, shape = torch_backend(), self.case.shape
-        rows = slice(0, shape.rows * shape.sets)
-        batch = self.traffic.batch(rows, 0, shape.context_tokens, expected=False)
+        shape = self.case.shape
+        rows = shape.rows * shape.sets
+        if shape.shared_tokens:
+            self._write(slice(0, rows, shape.rows), 0, shape.shared_tokens)
+        self._write(slice(0, rows), shape.shared_tokens, shape.context_tokens)
+        found = int(self.state.shared.counters[:PROBE].sum())
+        if found:
+            raise RuntimeError(f"{self.case.name}: building the case raised {found} findings; its data is not clean")
+
+    def _write(self, rows: slice, first: int, end: int) -> None:
+        backend = torch_backend()
+        batch = self.traffic.batch(rows, first, end, expected=False)
         table = batch.tables[REGION]
         scratch = _scratch(self.state, batch)
         scratch.cursors = self.state.cursors.clone()
@@ -263,9 +283,6 @@ class Setting:
         if self.state.sources:
             backend.fingerprint(scratch, batch, table)
         backend.record(scratch, batch, table)
-        found = int(self.state.shared.counters[:PROBE].sum())
-        if found:
-            raise RuntimeError(f"{self.case.name}: building the case raised {found} findings; its data is not clean")
 
     def _write_spare(self) -> None:
         """Slots beyond the requests' hold the bytes they have, recorded: a scrub passes over nothing unwritten."""
