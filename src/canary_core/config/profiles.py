@@ -18,9 +18,10 @@ HUNT: dict[str, Any] = {
     "hit_check": True,
     "ranks_interval": 16,
     "read_interval": 1,
+    "memory": "exact",
 }
 """Settings for earlier findings, at a price: reads compared, a busier scrub, sweeps, states every step, stores compared
-layer by layer, weights, prefix hits and ranks compared, counters read after every forward."""
+layer by layer, weights, prefix hits and ranks compared, counters read after every forward, a fingerprint a layer."""
 
 PROTECT: dict[str, Any] = {"hit_check": True, "read_interval": 1}
 """Values set by ``on_violation=protect``, unless given: what is shared is compared before, and told at once."""
