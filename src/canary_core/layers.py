@@ -1,17 +1,12 @@
-"""Layers without a fingerprint of their own: they take turns (``CANARY_LAYERS``), so that one process guards the bytes
-of some and a fleet those of all; or they share fingerprints (``CANARY_MEMORY``)."""
+"""Rotation of layers (``CANARY_LAYERS``): one process guards the bytes of some layers, a fleet those of all."""
 
 import socket
 import time
 import zlib
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from canary_core.config import CanaryConfig
 from canary_core.region import KVSource, Region, Uncovered
-
-if TYPE_CHECKING:
-    from canary_core.ops.state import RegionState
 
 _HOURS = int(time.time()) // 3600
 """Hours of the epoch when this process began: all pools of a process have the same turn."""
@@ -54,20 +49,4 @@ def resting(regions: Sequence[Region], config: CanaryConfig) -> list[Uncovered]:
             here = f"those of layers {', '.join(map(str, chosen))} are" if chosen else "none of them is"
             reason = f"CANARY_LAYERS={config.layers}: {here} guarded here, the rest in other processes"
             told.append(Uncovered(f"bytes of {len(layers)} layers of {region.name}", 0, reason))
-    return told
-
-
-def sharing(states: Iterable["RegionState"], config: CanaryConfig) -> list[Uncovered]:
-    """The regions whose layers share fingerprints, see `Sums`: doubts of the coverage without a size, since a change in
-    any layer is seen."""
-    told = []
-    for state in states:
-        most = max(map(len, state.sources.sums.groups), default=0)
-        if most:
-            reason = (
-                f"CANARY_MEMORY={config.memory}: up to {most} layers share fingerprints. A changed layer is seen and "
-                "named; of several only their group. A write lost in a part of a group, or a layer left out by a load "
-                "of foreign KV, is not seen, and CANARY_STORE_CHECK and CANARY_REPAIR rest; CANARY_MEMORY=exact has all"
-            )
-            told.append(Uncovered(f"single layers of {state.region.name}", 0, reason))
     return told

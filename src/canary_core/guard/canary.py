@@ -17,7 +17,7 @@ from canary_core.config import CanaryConfig, Mode, ScrubBudget
 from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.guard import attach, glances
-from canary_core.guard.coverage import Coverage, require_together
+from canary_core.guard.coverage import Coverage, require_together, sharing
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
 from canary_core.guard.sampling import SampledTokens
@@ -25,7 +25,7 @@ from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
 from canary_core.incident import Incident
 from canary_core.kinds.facts import ENCODED
-from canary_core.layers import resting, sharing
+from canary_core.layers import resting
 from canary_core.ops.state import RegionState
 from canary_core.place import Place
 from canary_core.records import Kind

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.events import Event, size_text
+from canary_core.ops.state import RegionState
 from canary_core.region import Region, Uncovered
 
 if TYPE_CHECKING:
@@ -120,3 +122,19 @@ def require_together(regions: Sequence[Region]) -> None:
                 f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
                 f"{regions[0].device}; make one Canary a device"
             )
+
+
+def sharing(states: Iterable[RegionState], config: CanaryConfig) -> list[Uncovered]:
+    """The regions whose layers share fingerprints, see `Sums`: doubts of the coverage without a size, since a change in
+    any layer is seen."""
+    told = []
+    for state in states:
+        most = max(map(len, state.sources.sums.groups), default=0)
+        if most:
+            reason = (
+                f"CANARY_MEMORY={config.memory}: up to {most} layers share fingerprints. A changed layer is seen and "
+                "named; of several only their group. A write lost in a part of a group, or a layer left out by a load "
+                "of foreign KV, is not seen, and CANARY_STORE_CHECK and CANARY_REPAIR rest; CANARY_MEMORY=exact has all"
+            )
+            told.append(Uncovered(f"single layers of {state.region.name}", 0, reason))
+    return told

@@ -2,10 +2,7 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import reduce
-from operator import or_
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -13,26 +10,16 @@ from torch import Tensor
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.layers import of_guarded_layers
-from canary_core.ops.fingerprint_keys import FingerprintKeys
-from canary_core.ops.sums import PER_GROUP, Sums
 from canary_core.ops.upload import pinned, upload
 from canary_core.records import DESCRIPTOR_WORDS, LOST_WRITE_BYTES, Descriptor
 from canary_core.region import PARTIAL_BYTES, KVSource, Placement, Region, Role
 
+if TYPE_CHECKING:
+    from canary_core.ops.sums import Sums
+    from canary_core.ops.turns import Turns
+
 NARROW_WORDS = 16
 """Most words in a slot of a narrow source that shares a launch with a wide one: all are read at once."""
-
-MOVING = (
-    Descriptor.ADDRESS,
-    Descriptor.PAGE_STRIDE,
-    Descriptor.SLOT_STRIDE,
-    Descriptor.CHUNK_STRIDE,
-    Descriptor.PRESENT,
-)
-"""Words of a descriptor that change when a source's bytes move."""
-
-BEST_ALIGNMENT = 16
-"""See `KVSource.alignment`."""
 
 # Exponent bits, lowest exponent bit and the bit above, of one 32-bit word full of floats. For e4m3fn only the mantissa
 # full of ones is NaN, so its seven low bits count as exponent. Formats with NaN at -0 (fnuz) have no such pattern.
@@ -120,12 +107,16 @@ class SourceTable(Sequence[KVSource]):
         self._kept = [i for i, s in enumerate(region.sources) if s.name in chosen]
         """Indices among all sources of the region."""
         self._moved: tuple[Sequence[Tensor], Sequence[Placement]] = ((), ())
-        self._turns: _Turns | None = None
+        self._turns: Turns | None = None
         self._unlike = False
         self._region_gone = False
         self.gone = False
         """Whether the engine has given the tensors up, see `let_go`."""
         self._rows = self._descriptors()
+        # Neither is for a process without a guard.
+        from canary_core.ops.fingerprint_keys import FingerprintKeys
+        from canary_core.ops.sums import Sums
+
         self.fingerprint_keys = FingerprintKeys.of(config)
         self.keys = self.fingerprint_keys.words(max((s.slot_words for s in self), default=1), device)
         self.sums = Sums.of(self.bound, region, config, others)
@@ -173,7 +164,7 @@ class SourceTable(Sequence[KVSource]):
         """The column with the first, or only, fingerprint of a source, by its index."""
         if not self.sums:
             return source
-        return next(PER_GROUP * number for number, group in enumerate(self.sums.groups) if source in group)
+        return next(self.sums.width * number for number, group in enumerate(self.sums.groups) if source in group)
 
     @property
     def members(self) -> tuple[tuple[int, ...], ...]:
@@ -183,7 +174,7 @@ class SourceTable(Sequence[KVSource]):
     @property
     def firsts(self) -> slice:
         """The columns with the first, or only, fingerprint of each of `judged`."""
-        return slice(0, self.columns, 1 if not self.sums else PER_GROUP)
+        return slice(0, self.columns, self.sums.width if self.sums else 1)
 
     @property
     def sure(self) -> Tensor:
@@ -198,7 +189,7 @@ class SourceTable(Sequence[KVSource]):
         if not self.sums:
             return there
         groups = [there[:, list(group)].any(1) for group in self.sums.groups]
-        return torch.stack([mask for mask in groups for _ in range(PER_GROUP)], 1)
+        return torch.stack([mask for mask in groups for _ in range(self.sums.width)], 1)
 
     def changed(self, stored: Sequence[int], found: Sequence[int]) -> list[int]:
         """Indices of the sources that explain the differences between two rows of fingerprints (``[columns]``)."""
@@ -257,12 +248,14 @@ class SourceTable(Sequence[KVSource]):
             tensors = [tensors[i] for i in self._kept]
         if not len(self) or len(self) % count:
             return False
+        from canary_core.ops.turns import BEST_ALIGNMENT, Turns, bits
+
         turns = self._turns
         addresses = [tensor.data_ptr() for tensor in tensors]
         if turns is None or turns.turns != count:
-            if self._unlike or _bits(addresses, places) % BEST_ALIGNMENT:
+            if self._unlike or bits(addresses, places) % BEST_ALIGNMENT:
                 return False
-            turns = self._turns = _Turns.of(self.bound, count, self._rows)
+            turns = self._turns = Turns.of(self.bound, count, self._rows)
             self._unlike = not turns.repeat
         if not turns.fit(tensors, addresses, places, self._region.slots):
             return False
@@ -300,94 +293,8 @@ class SourceTable(Sequence[KVSource]):
             self.descriptors.copy_(pinned(self._rows, self.descriptors.device), non_blocking=True)
 
 
-class _Turns(NamedTuple):
-    """Sources that repeat after every ``turns``. ``sources``: all, without tensors; ``first``: the first turn,
-    ``types``: type and device of each tensor. ``repeat``: whether the sources do repeat, with the best alignment.
-    ``addresses`` and ``rows_but_addresses``: the changing words of descriptors on the host, ``[sources]`` and
-    ``[sources / turns, turns, words]``."""
-
-    sources: tuple[KVSource, ...]
-    turns: int
-    first: tuple[KVSource, ...]
-    types: list[tuple[torch.dtype, int]]
-    repeat: bool
-    addresses: Tensor
-    rows_but_addresses: Tensor
-
-    @classmethod
-    def of(cls, sources: Sequence[KVSource], count: int, rows: Tensor) -> "_Turns":
-        """The turns of ``sources`` with descriptors ``rows``."""
-        kept = [[word for place, word in enumerate(row) if place not in MOVING] for row in rows.tolist()]
-        repeat = all(words == kept[i % count] for i, words in enumerate(kept)) and all(
-            source.alignment == BEST_ALIGNMENT and not source.offset_bytes for source in sources
-        )
-        # Tensors that a cache has given up must not be kept.
-        nowhere = torch.empty(0)
-        bare = tuple(replace(source, tensor=nowhere) for source in sources)
-        types = [(source.tensor.dtype, source.tensor.get_device()) for source in sources[:count]]
-        changing = rows.view(-1, count, DESCRIPTOR_WORDS)[:, :, Descriptor.PAGE_SIZE : Descriptor.PRESENT + 1]
-        return cls(bare, count, bare[:count], types, repeat, rows[:, Descriptor.ADDRESS], changing)
-
-    def fit(self, tensors: Sequence[Tensor], addresses: Sequence[int], places: Sequence[Placement], slots: int) -> bool:
-        """Whether all sources may be where ``tensors`` and ``places`` say: with the same kernels, and with all of
-        ``slots`` slots within the tensors."""
-        if not self.repeat:
-            return False
-        for turn, (source, place) in enumerate(zip(self.first, places, strict=True)):
-            mine = tensors[turn :: self.turns]
-            if not _same_layout(mine, *self.types[turn]) or not _within(mine[0], source, place, slots):
-                return False
-        return not _bits(addresses, places) % BEST_ALIGNMENT
-
-    def words(self, places: Sequence[Placement]) -> "array[int]":
-        """The words from `Descriptor.PAGE_SIZE` to `Descriptor.PRESENT` of one turn, source after source."""
-        words = array("q")
-        for source, place in zip(self.first, places, strict=True):
-            words.extend((
-                source.page_size, place.page_stride_bytes, place.slot_stride_bytes, source.chunks,
-                place.chunk_stride_bytes, source.chunk_bytes, place.present,
-            ))  # fmt: skip
-        return words
-
-    def moved(self, tensors: Sequence[Tensor], places: Sequence[Placement]) -> tuple[KVSource, ...]:
-        """The sources at the new place."""
-        turns = [places[i % self.turns] for i in range(len(tensors))]
-        return tuple(
-            replace(source, tensor=tensor, **place._asdict())
-            for source, tensor, place in zip(self.sources, tensors, turns, strict=True)
-        )
-
-
-def _bits(addresses: Sequence[int], places: Sequence[Placement]) -> int:
-    """Bitwise or of everything that decides the alignment."""
-    strides = [n for p in places for n in (p.page_stride_bytes, p.slot_stride_bytes, p.chunk_stride_bytes)]
-    return reduce(or_, addresses, reduce(or_, strides, 0))
-
-
-def _same_layout(tensors: Sequence[Tensor], dtype: torch.dtype, device: int) -> bool:
-    """Whether all tensors have the shape and strides of the first, and the given type and device."""
-    shape, strides = tensors[0].shape, tensors[0].stride()
-    for tensor in tensors:
-        if tensor.shape != shape or tensor.stride() != strides:
-            return False
-        if tensor.dtype != dtype or tensor.get_device() != device:
-            return False
-    return True
-
-
-def _within(tensor: Tensor, source: KVSource, place: Placement, slots: int) -> bool:
-    """Whether all slots of ``source`` with bytes lie within ``tensor`` itself, and so within its storage."""
-    page, slot, chunk, present = place
-    if min(page, slot, chunk) < 0 or not 0 < present <= source.page_size:
-        return False
-    pages = -(-slots // source.page_size)
-    reach = (pages - 1) * page + (present - 1) * slot + (source.chunks - 1) * chunk + source.chunk_bytes
-    last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
-    return reach <= (last + 1) * tensor.element_size()
-
-
 def source_groups(
-    sources: Sequence[KVSource], device: torch.device, sums: Sums | None = None
+    sources: Sequence[KVSource], device: torch.device, sums: "Sums | None" = None
 ) -> tuple[SourceGroup, ...]:
     """The sources by shape, in order of first appearance. A shape shares its group with the next much narrower shape of
     as many sources; those of ``sums`` share with none."""
@@ -407,7 +314,7 @@ def source_groups(
     return tuple(groups)
 
 
-def _summed_groups(sources: Sequence[KVSource], device: torch.device, sums: Sums) -> tuple[SourceGroup, ...]:
+def _summed_groups(sources: Sequence[KVSource], device: torch.device, sums: "Sums") -> tuple[SourceGroup, ...]:
     by_shape: dict[SourceShape, list[list[int]]] = {}
     for number, group in enumerate(sums.groups):
         by_shape.setdefault(SourceShape.of(sources[group[0]]), []).append([number, *group])

@@ -69,6 +69,11 @@ class Sums(NamedTuple):
         return cls(tuple(sorted(groups)), weights)
 
     @property
+    def width(self) -> int:
+        """Numbers of a group."""
+        return PER_GROUP
+
+    @property
     def columns(self) -> int:
         """Numbers of a slot."""
         return PER_GROUP * len(self.groups)

@@ -396,7 +396,7 @@ class Reporter:
             source=source.name if source else None,
             layer=source.layer if source else None,
             half=source.half if source else None,
-            sources=source.several or None if source else None,
+            sources=(source and source.several) or None,
             position=_known(row[Row.POSITION]),
             token=_known(row[Row.TOKEN]),
             stored_state=State.of(word) if stored else None,
