@@ -375,7 +375,6 @@ class Reporter:
         state = self._states[row[Row.REGION]]
         kind = Kind(row[Row.KIND])
         source = state.sources.labels[row[Row.SOURCE]] if row[Row.SOURCE] >= 0 else None
-        page_size = state.region.sources[0].page_size
         word = row[Row.STORED_POSITION]
         stored = word >= 0
         # Zero where the slot was never written: then the record's writer is nobody, not the one with id 0.
@@ -392,7 +391,7 @@ class Reporter:
             phase=Phase(row[Row.STEP] % 8),
             step=row[Row.STEP] // 8,
             slot=None if length else row[Row.SLOT],
-            page=None if length else row[Row.SLOT] // page_size,
+            page=None if length else row[Row.SLOT] // state.region.sources[0].page_size,
             source=source.name if source else None,
             layer=source.layer if source else None,
             half=source.half if source else None,

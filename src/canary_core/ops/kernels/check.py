@@ -2,8 +2,7 @@
 
 No plan of the reads is ever stored: each program works out from the batch's lengths which (row, tile) a number stands
 for. A tile is first judged as a whole from two loads a slot (its record's first 16 bytes); only a tile with something
-wrong or unknown is judged again slot by slot, with the record before each. In a long forward a number stands for
-several tiles, a span, and rows with the same table leave a span to the first of them: `canary_core.ops.readers`.
+wrong or unknown is judged again slot by slot, with the record before each.
 """
 
 import triton
@@ -31,7 +30,6 @@ from canary_core.ops.kernels.launch import (
     region_arguments,
     register_limit,
 )
-from canary_core.ops.kernels.readers import MOST_SHARING, first_element, follows, follows_another, led_by
 from canary_core.ops.kernels.samples import note_tail, remember, sample_arguments
 from canary_core.ops.kernels.words import (
     ALLOCATED,
@@ -41,7 +39,6 @@ from canary_core.ops.kernels.words import (
     CONTENT_BITS,
     COUNT_CHECKED_FORWARDS,
     COUNT_CHECKED_SLOTS,
-    COUNT_SHARED_SLOTS,
     COUNT_UNKNOWN_SLOTS,
     CURSOR_CHECK,
     CURSOR_CHECK_NEXT,
@@ -71,7 +68,6 @@ from canary_core.ops.kernels.words import (
     UNWRITTEN,
     WRITTEN,
 )
-from canary_core.ops.readers import SPAN_TILES, SPANS
 from canary_core.ops.state import RegionState
 from canary_core.records import CHECK_TILE, READ_TILE
 
@@ -94,7 +90,7 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     given, launches = batch_arguments(state, batch, table)
     launcher = launches.by_op.get("check")
     if launcher is None:
-        tile = {"TILE": TILE, "JUDGED": min(TILE, 128), "SPANS": SPANS, "SPAN_TILES": SPAN_TILES}
+        tile = {"TILE": TILE, "JUDGED": min(TILE, 128)}
         options = {"num_warps": WARPS, **register_limit(state, REGISTERS)}
         fixed, columns = (region_arguments(state), sample_arguments(state)), programs(state, PROGRAMS_PER_PROCESSOR)
         launcher = Launcher(check_kernel, state, fixed, {"TABLE": launches.constants} | tile, columns, **options)
@@ -106,14 +102,11 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 def check_kernel(
     region, samples, batch, p_expected, table, p_write_slots,
     expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows, tokens,
-    TABLE: tl.constexpr, TILE: tl.constexpr, JUDGED: tl.constexpr, SPANS: tl.constexpr, SPAN_TILES: tl.constexpr,
+    TABLE: tl.constexpr, TILE: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs. Work items in order: tiles of readable slots, or spans of them, tiles of new tokens
-    (at least one per row, for the head), tiles of ``token_ids`` outside of every row."""
+    """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (at least one per
+    row, for the head), tiles of ``token_ids`` outside of every row."""
     GROUP: tl.constexpr = TABLE.GROUP
-    BLOCKS: tl.constexpr = TILE // JUDGED
-    tl.static_assert(SPAN_TILES * BLOCKS <= 32)
-    SHARING: tl.constexpr = TABLE.WINDOW == 0 and TABLE.RING == 0 and TABLE.ROWS <= MOST_SHARING
     RING_PAGE: tl.constexpr = TABLE.RING_PAGE
     own_tokens = OwnTokens(p_tokens=p_expected, width=expected_width, stride=expected_stride)
     places = TablePlaces(
@@ -159,53 +152,71 @@ def check_kernel(
         if samples.p_samples is not None:
             remember(samples)
 
-    n_items = n_read
-    span_tiles = tl.full((), 1, tl.int32)
-    if SHARING:
-        long = (n_read >= 2 * SPANS) & (n_check == n_read)
-        if long:
-            span_tiles = tl.minimum(n_read // SPANS, SPAN_TILES)
-            b_read_tiles = (b_read_tiles + (span_tiles - 1)) // span_tiles
-            b_read_end = tl.cumsum(b_read_tiles, 0).to(tl.int32)
-            n_items = tl.max(b_read_end, 0)
-            n_check = n_items
     checked = tl.zeros((), tl.int64)
-    shared = tl.zeros((), tl.int32)
     for i in range(tl.program_id(0), n_check + n_write + n_rest, tl.num_programs(0)):
         if i < n_check:
-            i_read = (check_first + i) % n_items
+            i_read = (check_first + i) % n_read
             place = tl.sum(tl.where(b_read_end <= i_read, (b_read_tiles << FIELD_BITS) + 1, 0), 0)
             i_row = (place & FIELD).to(tl.int32)
-            i_tile = (i_read - (place >> FIELD_BITS).to(tl.int32)) * span_tiles
+            i_tile = i_read - (place >> FIELD_BITS).to(tl.int32)
             prefix = tl.maximum(tl.load(batch.p_prefix + i_row).to(tl.int64), 0) // GROUP
             read_first = tl.zeros_like(prefix)
             if TABLE.WINDOW > 0:
                 read_first = prefix - readable(prefix, tl.load(batch.p_new + i_row), TABLE)
-            row_first = first_element(table, i_row, True, table_stride)
-            begin = read_first + i_tile.to(tl.int64) * TILE
-            n_tiles = tl.minimum(span_tiles, ((prefix - begin + (TILE - 1)) // TILE).to(tl.int32))
-            checked += tl.minimum(span_tiles * TILE, prefix - begin)
-            if SHARING:
-                stop = begin + span_tiles * TILE
-                if (span_tiles > 1) & (stop < prefix):
-                    left = follows_another(
-                        batch, own_tokens, places, table, i_row, begin, stop, table_stride, rows, TABLE, TILE
-                    )
-                    shared += left.to(tl.int32)
-                    n_tiles = tl.where(left, 0, n_tiles)
-            # A bit for each block of a suspect tile.
-            suspects = tl.zeros((), tl.int32)
-            for i_tile in range(n_tiles):
-                suspect = is_suspect(
-                    region, batch, own_tokens, places, i_row, row_first, begin + i_tile * TILE, read_first, prefix,
-                    TABLE, TILE,
-                )  # fmt: skip
-                suspects |= tl.where(suspect, (1 << BLOCKS) - 1, 0) << (i_tile * BLOCKS)
-            if suspects != 0:
-                judge_readers(
-                    region, batch, own_tokens, places, table, i_row, begin, suspects, span_tiles, prefix, step,
-                    table_stride, rows, TABLE, TILE, JUDGED, SHARING,
-                )  # fmt: skip
+            writer = tl.load(batch.p_writers + i_row).to(tl.int64)
+            anchor = ANCHOR + tl.zeros_like(prefix)
+            if batch.p_anchors is not None:
+                anchor = tl.load(batch.p_anchors + i_row)
+            row_first = i_row.to(tl.int64)
+            if table.p_rows is not None:
+                row_first = tl.load(table.p_rows + i_row).to(tl.int64)
+            row_first = row_first * table_stride
+            start = read_first + i_tile.to(tl.int64) * TILE
+            end = tl.minimum(start + TILE, prefix)
+            checked += end - start
+            j = tl.arange(0, TILE).to(tl.int64)
+            position = start + j
+            m = position < end
+            slot, status = lookup(places, row_first, position, m, TABLE)
+            # The hash before the tile: the row's anchor, or of the record before; a window begins with none.
+            inside = start > read_first
+            prior = tl.maximum(start - 1, 0)
+            prior_slot, prior_status = lookup(places, row_first, prior, inside, TABLE)
+            usable = m & (status == STATUS_OK)
+            prior_usable = inside & (prior_status == STATUS_OK)
+            first, hash = load_head(region.p_records, slot, usable)
+            prior_first, before = load_head(region.p_records, prior_slot, prior_usable)
+            token, stored = split_head(first)
+            good = ((stored & READ_WORD) == position * STATE_VALUES + WRITTEN) & (hash != 0)
+            if own_tokens.p_tokens is not None:
+                o_own = (position + 1) * GROUP - 1
+                p_token = own_tokens.p_tokens + i_row.to(tl.int64) * own_tokens.stride + o_own
+                expected = tl.load(p_token, mask=m & (o_own < own_tokens.width), other=-1).to(tl.int64)
+                good = good & ((expected < 0) | (expected == token))
+            good = good & usable
+            _, prior_stored = split_head(prior_first)
+            known = (start == read_first) | (
+                prior_usable & ((prior_stored & READ_WORD) == prior * STATE_VALUES + WRITTEN) & (before != 0)
+            )
+            before = tl.where(start == 0, anchor, before)
+
+            # With e[j] = h[j] - h[j-1] - mix[j], all of which must be 0, sum((j + linked) * e[j]) needs no h[j-1]. A
+            # foreign run of n slots leaves n times the difference of two hashes, so it is missed once in 2**54.
+            linked = ((start == 0) | inside).to(tl.int64)
+            weight = tl.where(j == end - start - 1, j + linked, -1)
+            terms = tl.where(m, weight * hash - (j + linked) * mix(token, position), 0)
+            remainder, n_good = tl.reduce((terms, good.to(tl.int32)), 0, add_pairs)
+            suspect = (remainder != linked * before) | (n_good < end - start) | (known == 0)
+            if end == prefix:
+                chain_hash, chained = ended_at(region, writer, prefix)
+                suspect = suspect | (chained & (tl.sum(tl.where(position == prefix - 1, hash, 0), 0) != chain_hash))
+            if suspect:
+                chain_hash, chained = ended_at(region, writer, prefix)
+                for first_of in range(0, TILE, JUDGED):
+                    judge(
+                        region, own_tokens, places, start + first_of + tl.arange(0, JUDGED).to(tl.int64), end,
+                        prefix, read_first, i_row, row_first, writer, anchor, chain_hash, chained, step, TABLE, JUDGED,
+                    )  # fmt: skip
 
         elif i < n_check + n_write:
             i_write = i - n_check
@@ -219,8 +230,14 @@ def check_kernel(
             raw_new = tl.minimum(raw_new, tl.maximum(tokens - token_first, 0))
             prefix = raw_prefix // GROUP
             new = (raw_prefix + raw_new) // GROUP - prefix
-            row_first = first_element(table, i_row, True, table_stride)
+            row_first = i_row.to(tl.int64)
+            if table.p_rows is not None:
+                row_first = tl.load(table.p_rows + i_row).to(tl.int64)
+            row_first = row_first * table_stride
             if i_tile == 0:
+                anchor = ANCHOR + tl.zeros_like(prefix)
+                if batch.p_anchors is not None:
+                    anchor = tl.load(batch.p_anchors + i_row)
                 head_position = tl.maximum(prefix - 1, 0)
                 head_slot, head_status = lookup(places, row_first, head_position, prefix > 0, TABLE)
                 head_usable = (prefix > 0) & (head_status == STATUS_OK)
@@ -230,7 +247,7 @@ def check_kernel(
                 chain_hash, chained = ended_at(region, writer, prefix)
                 holds = head_usable & ((head_stored & READ_WORD) == head_position * STATE_VALUES + WRITTEN)
                 head = tl.where(holds, head, tl.where(chained, chain_hash, 0))
-                tl.store(region.p_heads + i_row, tl.where(prefix == 0, anchor_of(batch, i_row), head))
+                tl.store(region.p_heads + i_row, tl.where(prefix == 0, anchor, head))
                 if samples.p_samples is not None:
                     read_first = tl.zeros_like(prefix)
                     if TABLE.WINDOW > 0:
@@ -277,114 +294,16 @@ def check_kernel(
             for word in tl.static_range(PLAN):
                 tl.store(region.p_plan + o_token * PLAN + word, tl.zeros_like(o_token), mask=m)
     tl.atomic_add(region.p_counters + COUNT_CHECKED_SLOTS, checked)
-    if shared > 0:
-        tl.atomic_add(region.p_counters + COUNT_SHARED_SLOTS, shared.to(tl.int64) * span_tiles * TILE)
-
-
-@triton.jit
-def is_suspect(
-    region, batch, own_tokens, places, i_row, row_first, start, read_first, prefix,
-    TABLE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Whether anything is wrong or unknown in a row's tile from position ``start`` on."""
-    GROUP: tl.constexpr = TABLE.GROUP
-    end = tl.minimum(start + TILE, prefix)
-    j = tl.arange(0, TILE).to(tl.int64)
-    position = start + j
-    m = position < end
-    slot, status = lookup(places, row_first, position, m, TABLE)
-    # The hash before the tile: the row's anchor, or of the record before; a window begins with none.
-    inside = start > read_first
-    prior = tl.maximum(start - 1, 0)
-    prior_slot, prior_status = lookup(places, row_first, prior, inside, TABLE)
-    usable = m & (status == STATUS_OK)
-    prior_usable = inside & (prior_status == STATUS_OK)
-    first, hash = load_head(region.p_records, slot, usable)
-    prior_first, before = load_head(region.p_records, prior_slot, prior_usable)
-    token, stored = split_head(first)
-    good = ((stored & READ_WORD) == position * STATE_VALUES + WRITTEN) & (hash != 0)
-    if own_tokens.p_tokens is not None:
-        o_own = (position + 1) * GROUP - 1
-        p_token = own_tokens.p_tokens + i_row.to(tl.int64) * own_tokens.stride + o_own
-        expected = tl.load(p_token, mask=m & (o_own < own_tokens.width), other=-1).to(tl.int64)
-        good = good & ((expected < 0) | (expected == token))
-    good = good & usable
-    _, prior_stored = split_head(prior_first)
-    known = (start == read_first) | (
-        prior_usable & ((prior_stored & READ_WORD) == prior * STATE_VALUES + WRITTEN) & (before != 0)
-    )
-    before = tl.where(start == 0, anchor_of(batch, i_row), before)
-
-    # With e[j] = h[j] - h[j-1] - mix[j], all of which must be 0, sum((j + linked) * e[j]) needs no h[j-1]. A foreign
-    # run of n slots leaves n times the difference of two hashes, so it is missed once in 2**54.
-    linked = ((start == 0) | inside).to(tl.int64)
-    weight = tl.where(j == end - start - 1, j + linked, -1)
-    terms = tl.where(m, weight * hash - (j + linked) * mix(token, position), 0)
-    remainder, n_good = tl.reduce((terms, good.to(tl.int32)), 0, add_pairs)
-    suspect = (remainder != linked * before) | (n_good < end - start) | (known == 0)
-    if end == prefix:
-        chain_hash, chained = ended_at(region, tl.load(batch.p_writers + i_row).to(tl.int64), prefix)
-        suspect = suspect | (chained & (tl.sum(tl.where(position == prefix - 1, hash, 0), 0) != chain_hash))
-    return suspect
-
-
-@triton.jit
-def judge_readers(
-    region, batch, own_tokens, places, table, i_row, begin, suspects, span_tiles, prefix, step, table_stride, rows,
-    TABLE: tl.constexpr, TILE: tl.constexpr, JUDGED: tl.constexpr, SHARING: tl.constexpr,
-):  # fmt: skip
-    """Judges and reports a row's suspect blocks of the span from ``begin`` on, a bit each; and those where anything was
-    found once more for each row that leaves the span to this one."""
-    stop = begin + span_tiles * TILE
-    o_later = tl.full((TABLE.ROWS,), TABLE.ROWS, tl.int32)
-    n_readers = tl.full((), 1, tl.int32)
-    if SHARING:
-        whole = (span_tiles > 1) & (stop < prefix)
-        if whole:
-            o_later = led_by(batch, places, table, i_row, stop, table_stride, rows, TABLE)
-            n_readers += tl.sum((o_later < TABLE.ROWS).to(tl.int32), 0)
-    end = tl.minimum(stop, prefix)
-    reader = i_row
-    found_blocks = tl.zeros((), tl.int32)
-    n_unknown = tl.zeros((), tl.int64)
-    for number in range(n_readers):
-        reads = number == 0
-        if SHARING:
-            later = number > 0
-            if later:
-                reader = tl.min(tl.where(o_later > reader, o_later, TABLE.ROWS), 0)
-                reads = follows(batch, own_tokens, places, table, reader, i_row, begin, stop, table_stride, TABLE, TILE)
-        if reads:
-            for i_block in range(span_tiles * (TILE // JUDGED)):
-                if ((suspects >> i_block) & 1) != 0:
-                    position = begin + i_block * JUDGED + tl.arange(0, JUDGED).to(tl.int64)
-                    found, unknown = judge(
-                        region, batch, own_tokens, places, table, position, end, reader, step, table_stride, TABLE,
-                        JUDGED,
-                    )  # fmt: skip
-                    if number == 0:
-                        n_unknown += unknown
-                        found_blocks |= (found > 0).to(tl.int32) << i_block
-            tl.atomic_add(region.p_counters + COUNT_UNKNOWN_SLOTS, n_unknown)
-        if number == 0:
-            suspects = found_blocks
 
 
 @triton.jit
 def judge(
-    region, batch, own_tokens, places, table, position, end, i_row, step, table_stride,
+    region, own_tokens, places, position, end, prefix, read_first, i_row, row_first, writer, anchor,
+    chain_hash, chained, step,
     TABLE: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
-    """Judges and reports places of a suspect tile, each with the record before. Gives the number of findings, and of
-    slots that are unknown."""
+    """Judges and reports places of a suspect tile, each with the record before."""
     GROUP: tl.constexpr = TABLE.GROUP
-    prefix = tl.maximum(tl.load(batch.p_prefix + i_row).to(tl.int64), 0) // GROUP
-    read_first = tl.zeros_like(prefix)
-    if TABLE.WINDOW > 0:
-        read_first = prefix - readable(prefix, tl.load(batch.p_new + i_row), TABLE)
-    row_first = first_element(table, i_row, True, table_stride)
-    writer = tl.load(batch.p_writers + i_row).to(tl.int64)
-    chain_hash, chained = ended_at(region, writer, prefix)
     m = position < end
     slot, status = lookup(places, row_first, position, m, TABLE)
     usable = m & (status == STATUS_OK)
@@ -404,7 +323,7 @@ def judge(
     prior_first, prior_hash = load_head(region.p_records, prior_slot, prior_usable)
     _, prior_stored = split_head(prior_first)
     prior_known = prior_usable & ((prior_stored & READ_WORD) == prior * STATE_VALUES + WRITTEN) & (prior_hash != 0)
-    prior_hash = tl.where(position == 0, anchor_of(batch, i_row), prior_hash)
+    prior_hash = tl.where(position == 0, anchor, prior_hash)
     should_be = prior_hash + mix(token, position)
     link_ok = (hash == should_be) | (hash == 0) | ((prior_known | (position == 0)) == 0)
     at_end = (position == prefix - 1) & chained & (hash != 0)
@@ -420,21 +339,12 @@ def judge(
     kind = tl.where(usable & ((state == UNWRITTEN) | (state == ALLOCATED)), KIND_UNWRITTEN, kind)
     kind = tl.where(m & (status == STATUS_NULL), KIND_NULL_SLOT, kind)
     kind = tl.where(m & (status == STATUS_RANGE), KIND_SLOT_RANGE, kind)
+    tl.atomic_add(region.p_counters + COUNT_UNKNOWN_SLOTS, tl.sum((usable & (state == UNKNOWN)).to(tl.int64), 0))
     found = tl.where(kind == KIND_PREFIX, tl.where(link_ok, chain_hash, should_be), -1)
     report_record(
         region, kind, kind >= 0, -1, slot, position, expected, region.p_records + slot * 4, usable,
         tl.where(usable, hash, -1), found, writer, step * 8 + PHASE_PRE,
     )  # fmt: skip
-    return tl.reduce(((kind >= 0).to(tl.int64), (usable & (state == UNKNOWN)).to(tl.int64)), 0, add_pairs)
-
-
-@triton.jit
-def anchor_of(batch, i_row):
-    """``h[-1]`` of a row."""
-    anchor = ANCHOR + tl.zeros((), tl.int64)
-    if batch.p_anchors is not None:
-        anchor = tl.load(batch.p_anchors + i_row)
-    return anchor
 
 
 @triton.jit
