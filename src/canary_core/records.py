@@ -257,6 +257,8 @@ class Counter(IntEnum):
     """Tokens computed or read by a forward, and compared with the sampler's."""
     UNFIT_ROWS = 37
     """Slots that came with records of another layout, or fingerprinted with other keys: not judged."""
+    SHARED_SLOTS = 38
+    """Of `CHECKED_SLOTS`, those left by a row to another row with the same table, see `canary_core.ops.readers`."""
 
 
 COUNTERS = 40

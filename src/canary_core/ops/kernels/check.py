@@ -5,22 +5,20 @@ for. A tile is first judged as a whole from two loads a slot (its record's first
 wrong or unknown is judged again slot by slot, with the record before each.
 """
 
-import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops import hashing
+from canary_core.ops import hashing, readers
 from canary_core.ops.kernels.common import (
     claim_of,
     load_head,
     lookup,
-    mix,
     readable,
-    report_record,
     resolve,
     split_head,
 )
 from canary_core.ops.kernels.fields import OwnTokens, TablePlaces
+from canary_core.ops.kernels.judge import JUDGED_TILE, ended_at, is_suspect, judge
 from canary_core.ops.kernels.launch import (
     VARYING,
     Launcher,
@@ -30,16 +28,13 @@ from canary_core.ops.kernels.launch import (
     region_arguments,
     register_limit,
 )
+from canary_core.ops.kernels.readers import check_long, may_be_long
 from canary_core.ops.kernels.samples import note_tail, remember, sample_arguments
 from canary_core.ops.kernels.words import (
-    ALLOCATED,
-    CHAIN_ENTRIES,
     CLOCK_NEXT,
     CLOCK_STEP,
-    CONTENT_BITS,
     COUNT_CHECKED_FORWARDS,
     COUNT_CHECKED_SLOTS,
-    COUNT_UNKNOWN_SLOTS,
     CURSOR_CHECK,
     CURSOR_CHECK_NEXT,
     CURSOR_CHECK_TILES,
@@ -47,25 +42,13 @@ from canary_core.ops.kernels.words import (
     CURSOR_READ_TILES,
     CURSOR_SCRUB,
     CURSOR_SCRUB_NEXT,
-    FREED,
-    KIND_FREED,
-    KIND_NULL_SLOT,
-    KIND_POSITION,
-    KIND_PREFIX,
-    KIND_SLOT_RANGE,
-    KIND_TOKEN,
-    KIND_UNWRITTEN,
-    PHASE_PRE,
     PLAN,
     PLANNED_RECORD,
     READ_WORD,
     SCRUB_PLACE,
     STATE_VALUES,
-    STATUS_NULL,
     STATUS_OK,
     STATUS_RANGE,
-    UNKNOWN,
-    UNWRITTEN,
     WRITTEN,
 )
 from canary_core.ops.state import RegionState
@@ -86,26 +69,32 @@ FIELD = tl.constexpr((1 << 21) - 1)
 
 
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.ops.torch.check.check`. One launch; may be captured."""
+    """As `canary_core.ops.torch.check.check`. One launch, and one more where a forward may be so long that rows share
+    spans (`canary_core.ops.readers`); may be captured."""
     given, launches = batch_arguments(state, batch, table)
-    launcher = launches.by_op.get("check")
+    split = may_be_long(state, batch, table, TILE)
+    op = "check, but long" if split else "check"
+    launcher = launches.by_op.get(op)
     if launcher is None:
-        tile = {"TILE": TILE, "JUDGED": min(TILE, 128)}
+        tile = {"TILE": TILE, "JUDGED": min(TILE, JUDGED_TILE), "SHORT": 2 * readers.SPANS if split else 0}
         options = {"num_warps": WARPS, **register_limit(state, REGISTERS)}
         fixed, columns = (region_arguments(state), sample_arguments(state)), programs(state, PROGRAMS_PER_PROCESSOR)
         launcher = Launcher(check_kernel, state, fixed, {"TABLE": launches.constants} | tile, columns, **options)
-        launches.by_op["check"] = launcher
+        launches.by_op[op] = launcher
     launcher((launcher.columns, 1), given)
+    if split:
+        check_long(state, given, launches, TILE)
 
 
 @jit(*VARYING)
 def check_kernel(
     region, samples, batch, p_expected, table, p_write_slots,
     expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows, tokens,
-    TABLE: tl.constexpr, TILE: tl.constexpr, JUDGED: tl.constexpr,
+    TABLE: tl.constexpr, TILE: tl.constexpr, JUDGED: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (at least one per
-    row, for the head), tiles of ``token_ids`` outside of every row."""
+    row, for the head), tiles of ``token_ids`` outside of every row. The readable slots of a forward with `SHORT` tiles
+    or more of them are left to `readers.check_long_kernel`; 0: there is none."""
     GROUP: tl.constexpr = TABLE.GROUP
     RING_PAGE: tl.constexpr = TABLE.RING_PAGE
     own_tokens = OwnTokens(p_tokens=p_expected, width=expected_width, stride=expected_stride)
@@ -152,6 +141,8 @@ def check_kernel(
         if samples.p_samples is not None:
             remember(samples)
 
+    if SHORT > 0:
+        n_check = tl.where((n_read >= SHORT) & (n_check == n_read), 0, n_check)
     checked = tl.zeros((), tl.int64)
     for i in range(tl.program_id(0), n_check + n_write + n_rest, tl.num_programs(0)):
         if i < n_check:
@@ -174,48 +165,17 @@ def check_kernel(
             start = read_first + i_tile.to(tl.int64) * TILE
             end = tl.minimum(start + TILE, prefix)
             checked += end - start
-            j = tl.arange(0, TILE).to(tl.int64)
-            position = start + j
-            m = position < end
-            slot, status = lookup(places, row_first, position, m, TABLE)
-            # The hash before the tile: the row's anchor, or of the record before; a window begins with none.
-            inside = start > read_first
-            prior = tl.maximum(start - 1, 0)
-            prior_slot, prior_status = lookup(places, row_first, prior, inside, TABLE)
-            usable = m & (status == STATUS_OK)
-            prior_usable = inside & (prior_status == STATUS_OK)
-            first, hash = load_head(region.p_records, slot, usable)
-            prior_first, before = load_head(region.p_records, prior_slot, prior_usable)
-            token, stored = split_head(first)
-            good = ((stored & READ_WORD) == position * STATE_VALUES + WRITTEN) & (hash != 0)
-            if own_tokens.p_tokens is not None:
-                o_own = (position + 1) * GROUP - 1
-                p_token = own_tokens.p_tokens + i_row.to(tl.int64) * own_tokens.stride + o_own
-                expected = tl.load(p_token, mask=m & (o_own < own_tokens.width), other=-1).to(tl.int64)
-                good = good & ((expected < 0) | (expected == token))
-            good = good & usable
-            _, prior_stored = split_head(prior_first)
-            known = (start == read_first) | (
-                prior_usable & ((prior_stored & READ_WORD) == prior * STATE_VALUES + WRITTEN) & (before != 0)
-            )
-            before = tl.where(start == 0, anchor, before)
-
-            # With e[j] = h[j] - h[j-1] - mix[j], all of which must be 0, sum((j + linked) * e[j]) needs no h[j-1]. A
-            # foreign run of n slots leaves n times the difference of two hashes, so it is missed once in 2**54.
-            linked = ((start == 0) | inside).to(tl.int64)
-            weight = tl.where(j == end - start - 1, j + linked, -1)
-            terms = tl.where(m, weight * hash - (j + linked) * mix(token, position), 0)
-            remainder, n_good = tl.reduce((terms, good.to(tl.int32)), 0, add_pairs)
-            suspect = (remainder != linked * before) | (n_good < end - start) | (known == 0)
-            if end == prefix:
-                chain_hash, chained = ended_at(region, writer, prefix)
-                suspect = suspect | (chained & (tl.sum(tl.where(position == prefix - 1, hash, 0), 0) != chain_hash))
+            suspect = is_suspect(
+                region, own_tokens, places, start, end, prefix, read_first, i_row, row_first, writer, anchor, TABLE,
+                TILE,
+            )  # fmt: skip
             if suspect:
                 chain_hash, chained = ended_at(region, writer, prefix)
                 for first_of in range(0, TILE, JUDGED):
                     judge(
                         region, own_tokens, places, start + first_of + tl.arange(0, JUDGED).to(tl.int64), end,
                         prefix, read_first, i_row, row_first, writer, anchor, chain_hash, chained, step, TABLE, JUDGED,
+                        True,
                     )  # fmt: skip
 
         elif i < n_check + n_write:
@@ -294,69 +254,3 @@ def check_kernel(
             for word in tl.static_range(PLAN):
                 tl.store(region.p_plan + o_token * PLAN + word, tl.zeros_like(o_token), mask=m)
     tl.atomic_add(region.p_counters + COUNT_CHECKED_SLOTS, checked)
-
-
-@triton.jit
-def judge(
-    region, own_tokens, places, position, end, prefix, read_first, i_row, row_first, writer, anchor,
-    chain_hash, chained, step,
-    TABLE: tl.constexpr, JUDGED: tl.constexpr,
-):  # fmt: skip
-    """Judges and reports places of a suspect tile, each with the record before."""
-    GROUP: tl.constexpr = TABLE.GROUP
-    m = position < end
-    slot, status = lookup(places, row_first, position, m, TABLE)
-    usable = m & (status == STATUS_OK)
-    first, hash = load_head(region.p_records, slot, usable)
-    token, stored = split_head(first)
-    expected = tl.full((JUDGED,), -1, tl.int64)
-    if own_tokens.p_tokens is not None:
-        o_own = (position + 1) * GROUP - 1
-        p_token = own_tokens.p_tokens + i_row.to(tl.int64) * own_tokens.stride + o_own
-        expected = tl.load(p_token, mask=m & (o_own < own_tokens.width), other=-1).to(tl.int64)
-    own = (expected < 0) | (expected == token)
-
-    m_link = m & (position > read_first)
-    prior = position - 1
-    prior_slot, prior_status = lookup(places, row_first, prior, m_link, TABLE)
-    prior_usable = m_link & (prior_status == STATUS_OK)
-    prior_first, prior_hash = load_head(region.p_records, prior_slot, prior_usable)
-    _, prior_stored = split_head(prior_first)
-    prior_known = prior_usable & ((prior_stored & READ_WORD) == prior * STATE_VALUES + WRITTEN) & (prior_hash != 0)
-    prior_hash = tl.where(position == 0, anchor, prior_hash)
-    should_be = prior_hash + mix(token, position)
-    link_ok = (hash == should_be) | (hash == 0) | ((prior_known | (position == 0)) == 0)
-    at_end = (position == prefix - 1) & chained & (hash != 0)
-    end_ok = (at_end == 0) | (hash == chain_hash)
-
-    state = tl.where((stored & FREED) != 0, FREED, stored & CONTENT_BITS)
-    placed = usable & ((stored & READ_WORD) == position * STATE_VALUES + WRITTEN)
-    kind = tl.full((JUDGED,), NOTHING, tl.int64)
-    kind = tl.where(placed & own & ((link_ok & end_ok) == 0), KIND_PREFIX, kind)
-    kind = tl.where(placed & (own == 0), KIND_TOKEN, kind)
-    kind = tl.where(usable & (state == WRITTEN) & (placed == 0), KIND_POSITION, kind)
-    kind = tl.where(usable & (state == FREED), KIND_FREED, kind)
-    kind = tl.where(usable & ((state == UNWRITTEN) | (state == ALLOCATED)), KIND_UNWRITTEN, kind)
-    kind = tl.where(m & (status == STATUS_NULL), KIND_NULL_SLOT, kind)
-    kind = tl.where(m & (status == STATUS_RANGE), KIND_SLOT_RANGE, kind)
-    tl.atomic_add(region.p_counters + COUNT_UNKNOWN_SLOTS, tl.sum((usable & (state == UNKNOWN)).to(tl.int64), 0))
-    found = tl.where(kind == KIND_PREFIX, tl.where(link_ok, chain_hash, should_be), -1)
-    report_record(
-        region, kind, kind >= 0, -1, slot, position, expected, region.p_records + slot * 4, usable,
-        tl.where(usable, hash, -1), found, writer, step * 8 + PHASE_PRE,
-    )  # fmt: skip
-
-
-@triton.jit
-def add_pairs(a, b, c, d):
-    """Adds two pairs: two sums in one reduction."""
-    return a + c, b + d
-
-
-@triton.jit
-def ended_at(region, writer, length):
-    """The final hash of the writer's sequence, and whether the sequence is known to have ended at ``length``."""
-    p_entry = region.p_chains + (tl.maximum(writer, 0) % CHAIN_ENTRIES) * 2
-    hash = tl.load(p_entry + 1)
-    known = (writer >= 0) & (length > 0) & (tl.load(p_entry) == ((writer << 32) | length)) & (hash != 0)
-    return hash, known

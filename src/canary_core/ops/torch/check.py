@@ -8,6 +8,7 @@ from canary_core.ops import hashing
 from canary_core.ops.mapping import KINDS, Seen, see, verdict
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch import plan, samples
+from canary_core.ops.torch.readers import shared_slots
 from canary_core.ops.torch.ring import report
 from canary_core.records import (
     CHAINS,
@@ -31,7 +32,8 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     tokens sampled for the last forward; advances clock and cursors.
 
     At most one finding a place, the first that holds of: SLOT_RANGE, NULL_SLOT, UNWRITTEN, FREED, POSITION, TOKEN,
-    PREFIX. A prefix hash of 0 is unknown and never judged.
+    PREFIX. A prefix hash of 0 is unknown and never judged. Slots that a kernel looks at once for several rows are
+    counted, and judged row by row all the same.
     """
     shared = state.shared
     rows = plan.rows(state.region, batch, table)
@@ -66,6 +68,7 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         samples.note_tails(state.samples, state, batch, rows, table)
     _claim(state, plan.plan_writes(state, batch, table))
     shared.counters[Counter.CHECKED_SLOTS] += chosen_places.sum()
+    shared.counters[Counter.SHARED_SLOTS] += shared_slots(state, batch, table, rows, CHECK_TILE)
     shared.counters[Counter.UNKNOWN_SLOTS] += (chosen_places & seen.usable & (seen.state == State.UNKNOWN)).sum()
     shared.counters[Counter.CHECKED_FORWARDS] += 1
     shared.clock[Clock.NEXT] = step
