@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import BlockVerdict, RollCall, SchedulerRequests, needs_share, recompute_off
+from canary_adapters import MARK, BlockVerdict, RollCall, SchedulerRequests, mark, needs_share, recompute_off
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
 from canary_vllm.actions import recompute
@@ -176,7 +176,7 @@ class Hooks:
         if (roll_call := self._roll_calls.pop(id(scheduler.vllm_config), None)) is not None:
             with self._sheltered("outputs are not looked at"):
                 given: Any = kwargs.get("scheduler_output", args[0] if args else None)
-                roll_call.output(getattr(made, workers.ATTRIBUTE, None), int(given.total_num_scheduled_tokens))
+                roll_call.output(getattr(made, MARK, None), int(given.total_num_scheduled_tokens))
                 self._roll_calls[id(scheduler.vllm_config)] = roll_call
 
     def _given(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ class Hooks:
         if session is not None:
             with session.canary.guard("mark"):
                 session.leaves()
-                workers.mark(output, session.word, session.recomputed.wanted)
+                mark(output, session.word, session.recomputed.wanted)
 
     @contextmanager
     def _sheltered(self, what: str) -> Iterator[None]:
@@ -212,7 +212,7 @@ class Hooks:
         try:
             made = session.execute(original, output)
             with session.canary.guard("mark"):
-                workers.mark(made, session.word, session.recomputed.wanted)
+                mark(made, session.word, session.recomputed.wanted)
             return made
         finally:
             self._running = None

@@ -1,10 +1,10 @@
 """Whether all workers of an engine are guarded: answers, and the way to the scheduler's process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import canary_core
-from canary_adapters import WANTED, Mark, RollCall, answer
+from canary_adapters import RollCall, answer
 from canary_core import CanaryConfig
 from canary_vllm.compat import runners
 from canary_vllm.session import Session
@@ -15,8 +15,6 @@ ADVICE = (
     "vLLM's older Ray executor gives settings to workers only with VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=CANARY_, "
     "and a CANARY_* that Ray was started with wins over that of vllm serve"
 )
-ATTRIBUTE = "canary_mark"
-"""Attribute of vLLM's `ModelRunnerOutput` with a mark, pickled along."""
 
 
 def question(verdicts: str) -> Callable[[Any], dict[str, Any]]:
@@ -55,22 +53,3 @@ def call(core: Any, config: CanaryConfig, verdicts: str = "") -> tuple[RollCall,
     answers = executor.collective_rpc(question(verdicts))
     roll_call.take(answers, int(core.vllm_config.parallel_config.world_size))
     return roll_call, [rank for rank, given in enumerate(answers) if (given or {}).get("verdicts") is False]
-
-
-def mark(output: Any, word: Mark, wanted: Callable[[], Sequence[str]] = list) -> None:
-    """Attaches ``word``, and requests ``wanted`` of the scheduler, to ``output`` of a runner, which may be made later.
-    An output without requests is shared."""
-    if hasattr(output, "get_output"):
-        made = output.get_output
-
-        def get_output() -> Any:
-            result = made()
-            mark(result, word, wanted)
-            return result
-
-        output.get_output = get_output
-    elif getattr(output, "req_ids", None):
-        setattr(output, ATTRIBUTE, word)
-        asked = wanted()
-        if asked:
-            setattr(output, WANTED, asked)

@@ -79,6 +79,11 @@ def _scales_in(impl: Any, cache: Tensor) -> Iterator[None]:
         impl._k_scale_cache, impl._v_scale_cache = kept
 
 
+def operands(_: Any, *given: Any, output: Tensor, **__: Any) -> Sequence[Tensor]:
+    """See `AttentionCalls`: of a call of an implementation's ``forward``, given a layer, query, key, value and more."""
+    return *given[1:4], output
+
+
 def element_type(layer: Any, cache: Tensor) -> torch.dtype | None:
     """Element type of ``cache``, for the check for NaN and infinity; None where the bytes are packed."""
     if cache.dtype == torch.uint8:
