@@ -2,13 +2,15 @@
 
 Sources locate a slot's bytes, a probe finds the place where shapes don't tell, pools join sources to regions and check
 their addresses, tables and lengths describe the reads of a forward, events report changes of blocks, the filter
-dismisses findings explained by the model, whose embedding may be spread over ranks. Nothing here imports an engine;
-sources, pools and tables neither read from a device nor copy a tensor.
+dismisses findings explained by the model, whose embedding may be spread over ranks, and rules say what its attention
+means. Nothing here imports an engine; sources, pools and tables neither read from a device nor copy a tensor.
 """
 
 from canary_adapters.addresses import require_disjoint
 from canary_adapters.answer_lists import AnswerLists
 from canary_adapters.answers import ANSWER_TOKENS, AnswerCheck, AnswerParts
+from canary_adapters.attention_rules import ATTENTION_TYPES, AttentionLayer, attention_layers, attention_rule
+from canary_adapters.attention_watch import AttentionCalls
 from canary_adapters.block_breaches import BlockBreach, BlockSweep, count_breaches, report_breaches
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort, add_event
 from canary_adapters.block_lists import BlockLists, GivenBlocks, GivenLens, RequestBlocks, metadata_blocks, moved_states
@@ -24,7 +26,7 @@ from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.layer_stores import follow_stores
 from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.lmcache import lmcache_storage
-from canary_adapters.marked_outputs import MARK, mark
+from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
 from canary_adapters.parked_blocks import free_blocks
 from canary_adapters.parked_prefixes import ParkedPrefix, ParkedPrefixes
@@ -76,6 +78,7 @@ from canary_core.runtime.streams import BatchRows
 
 __all__ = [
     "ANSWER_TOKENS",
+    "ATTENTION_TYPES",
     "CHECKED_DTYPES",
     "FIRST_CONTENT",
     "MARK",
@@ -85,6 +88,8 @@ __all__ = [
     "AnswerCheck",
     "AnswerLists",
     "AnswerParts",
+    "AttentionCalls",
+    "AttentionLayer",
     "BatchRows",
     "BlockBreach",
     "BlockEvent",
@@ -144,7 +149,10 @@ __all__ = [
     "WindowPool",
     "add_event",
     "answer",
+    "attention_layers",
+    "attention_rule",
     "block_table",
+    "carried",
     "content_numbers",
     "count_breaches",
     "default_store",

@@ -1,9 +1,12 @@
-"""`mark`: words of a worker beside the outputs of its runner, on their way to the scheduler's process."""
+"""`mark`: words of a worker beside the outputs of its runner, on their way to the scheduler's process; `carried`: those
+of another process."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from canary_adapters.roll_call import Mark
+
+Sort = TypeVar("Sort")
 
 MARK = "canary_mark"
 """Attribute of a runner's output with a `Mark`, pickled along."""
@@ -29,3 +32,9 @@ def mark(output: Any, word: Mark, wanted: Callable[[], Sequence[str]] = list) ->
         asked = wanted()
         if asked:
             setattr(output, WANTED, asked)
+
+
+def carried(output: Any, name: str, sort: type[Sort]) -> Sort | None:
+    """The attribute ``name`` of ``output``, if it is of this ``sort``; another Canary's may be of another one."""
+    found = getattr(output, name, None)
+    return found if isinstance(found, sort) else None

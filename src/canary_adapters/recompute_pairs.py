@@ -5,10 +5,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from canary_adapters.attention_watch import AttentionCalls, AttentionWatch
 from canary_adapters.block_events import BlockGroup
 from canary_adapters.parked_prefixes import ALL_PARKED, PARKED
 from canary_adapters.recompute_requests import LEAST_TOKENS, RecomputePair, is_internal, slots_of
@@ -17,10 +19,12 @@ from canary_core.ops.upload import upload
 
 if TYPE_CHECKING:
     from canary_core import RecomputeJudge
+    from canary_core.watchers.recompute.attention import AttentionLook
     from canary_core.watchers.recompute.comparison import Comparing
 
 KEPT = 1024
 """Last answers."""
+NO_CALLS = AttentionCalls()
 ENDED = "the engine ended, or Canary was switched off"
 
 
@@ -29,6 +33,10 @@ class _Begun:
     pair: RecomputePair
     cached: CachedRequest
     comparing: "Comparing"
+    look: "AttentionLook | None"
+
+    def arrived(self) -> bool:
+        return self.comparing.arrived() and (self.look is None or self.look.arrived())
 
 
 @dataclass(slots=True)
@@ -56,7 +64,7 @@ class _Ask:
 class RecomputePairs:
     """Judges each `RecomputePair` that a worker is sent, within the memory of ``canary``. ``groups``: those of
     attention, of which some may have no numbers. ``rounding``: see `RecomputeJudge`. ``running``: names of all requests
-    with KV.
+    with KV. ``attention``: see `AttentionWatch`, to be told of each forward.
 
     Nothing waits for the device, unless somebody asked for the answer by `ask`: then all bytes are compared with
     their fingerprints, too.
@@ -68,12 +76,14 @@ class RecomputePairs:
         groups: Iterable[BlockGroup],
         rounding: Callable[[], float],
         running: Callable[[], Sequence[str]],
+        attention: AttentionCalls = NO_CALLS,
     ) -> None:
         self._canary = canary
         self._groups = list(groups)
         self._rounding = rounding
         self._running = running
         self._judge: RecomputeJudge | None = None
+        self.attention = AttentionWatch(canary, attention, lambda: self.judge)
         self._begun: deque[_Begun] = deque()
         self._lock = threading.RLock()
         self._ended = False
@@ -139,16 +149,18 @@ class RecomputePairs:
                 self._listed(pair)
                 continue
             if pair.why is not None:
+                self.attention.forget(pair.again)
                 self._missed(pair, pair.why)
                 continue
             cached = self._cached(pair)
+            look = self.attention.finish(pair.again, partial(self._own, pair))
             few = self.judge.too_few(cached)
             if few is not None:
                 self._answer(few)
                 continue
             if pair.asked:
                 self.judge.check_bytes(cached)
-            self._begun.append(_Begun(pair, cached, self.judge.begin(cached, self._computed(pair))))
+            self._begun.append(_Begun(pair, cached, self.judge.begin(cached, self._computed(pair)), look))
 
     def count(self, counted: Mapping[str, int]) -> None:
         """Adds counts of the scheduler to the stats."""
@@ -160,11 +172,12 @@ class RecomputePairs:
         mode."""
         # An idle engine makes no forward after which it could have arrived.
         waits = any(one.pair.asked and one.pair.parked is not None for one in self._begun)
-        while self._begun and (waits or self._begun[0].comparing.arrived()):
+        while self._begun and (waits or self._begun[0].arrived()):
             one = self._begun.popleft()
             # A request that only ran through a prefill took the way of the internal one.
             teaches = one.pair.decoded >= LEAST_TOKENS
-            self._answer(self.judge.finish(one.cached, one.comparing.result(), teaches))
+            answer = self.judge.finish(one.cached, one.comparing.result(), teaches)
+            self._answer(self.attention.turns.judge(one.cached, answer, one.look))
 
     def close(self) -> None:
         """Nothing is answered any more."""
@@ -213,12 +226,12 @@ class RecomputePairs:
 
     def _computed(self, pair: RecomputePair) -> dict[str, Computed]:
         regions = self._canary.regions
-        return {
-            group.region: Computed.within(
-                regions[group.region], self._slots(group, pair.own[group.number], pair.tokens)
-            )
-            for group in self._groups
-        }
+        names = [group.region for group in self._groups]
+        return {name: Computed.within(regions[name], self._own(pair, name, pair.tokens)) for name in names}
+
+    def _own(self, pair: RecomputePair, region: str, tokens: int) -> torch.Tensor:
+        group = next(group for group in self._groups if group.region == region)
+        return self._slots(group, pair.own[group.number], tokens)
 
     def _slots(self, group: BlockGroup, blocks: Sequence[int] | torch.Tensor, tokens: int) -> torch.Tensor:
         if isinstance(blocks, torch.Tensor):

@@ -27,9 +27,14 @@ Mark = tuple[int, bool, int, int]
 given to the worker to compute under that Canary."""
 
 
-def answer(config: CanaryConfig, version: str, canary: Canary | None, reason: str = "") -> dict[str, object]:
-    """The word of this worker. ``version``: of Canary and the engine's plugin. ``canary``: its guard, None without one,
-    for ``reason``; empty for a worker with nothing to guard."""
+def answer(
+    config: CanaryConfig | None, version: str, canary: Canary | None, reason: str = "", plugin: str = ""
+) -> dict[str, object]:
+    """The word of this worker. ``config``: None where ``plugin`` is not on. ``version``: of Canary and the engine's
+    plugin. ``canary``: its guard, None without one, for ``reason``; empty for a worker with nothing to guard."""
+    if config is None:
+        config = CanaryConfig.load()
+        reason = f"CANARY_PLUGINS={','.join(config.plugins)!r} does not name {plugin}"
     return {
         "host": socket.gethostname(),
         "process": os.getpid(),

@@ -27,8 +27,8 @@ class Attended:
     """Attention of one layer in one forward of one sequence, heads of queries in groups of equal size by head of keys.
 
     first: position of the first of ``n`` queries. queries: ``[n, heads, dim]``. keys, values: ``[first + n, kv_heads,
-    dim]``, as attention was given them. output: ``[n, heads, dim]``. computed: ``[n, kv_heads, dim]``, the last values
-    as the layer has computed them, before anything has stored them; None where nobody knows.
+    dim]``, as attention was given them. output: ``[n, heads, dim]``. computed, computed_keys: ``[n, kv_heads, dim]``,
+    the last values and keys as the layer has computed them, before anything has stored them; None where nobody knows.
     """
 
     layer: int
@@ -38,6 +38,7 @@ class Attended:
     values: Tensor = field(repr=False)
     output: Tensor = field(repr=False)
     computed: Tensor | None = field(default=None, repr=False)
+    computed_keys: Tensor | None = field(default=None, repr=False)
 
 
 class AttentionObserver(Protocol):

@@ -92,12 +92,14 @@ def broken(name):
             None,
             "that of head 0 of the keys, and the head's own is 1",
         )
+    if name == "values":
+        return torchs(queries, values, keys), None, "that of keys and values exchanged"
     noisy = torchs(queries, keys, values)
     noisy[60:, 1] *= 1.1
     return noisy, None, "head 1 is off by 0.1"
 
 
-@pytest.mark.parametrize("name", ["scale", "window", "no window", "head", "noise"])
+@pytest.mark.parametrize("name", ["scale", "window", "no window", "head", "values", "noise"])
 def test_a_deviation_is_told_by_name(name):
     """With the first position and the head."""
     output, window, text = broken(name)
@@ -110,15 +112,34 @@ def test_a_deviation_is_told_by_name(name):
         assert found.position >= 40
 
 
-def test_values_that_the_layer_has_not_computed_are_told():
-    """Whatever attention makes of them: one value is another."""
+@pytest.mark.parametrize("name", ["values", "keys"])
+def test_values_and_keys_that_the_layer_has_not_computed_are_told(name):
+    """Whatever attention makes of them: one number is another."""
     queries, keys, values = given()
-    computed = values.clone()
-    computed[70, 1, 3] += 1
-    found, _ = looked(
-        AttentionRule(SCALE), seen(torchs(queries, keys, values), queries, keys, values, computed=computed)
-    )
-    assert (found.deviation, found.position) == ("values", 70)
+    computed = {"computed": values.clone(), "computed_keys": keys.clone()}
+    computed["computed" if name == "values" else "computed_keys"][70, 1, 3] += 1
+    found, _ = looked(AttentionRule(SCALE), seen(torchs(queries, keys, values), queries, keys, values, **computed))
+    assert (found.deviation, found.position) == (name, 70)
+
+
+def test_the_last_tokens_are_enough():
+    """Positions count from the first token of the sequence; a gap is no verdict."""
+    queries, keys, values = given()
+    output = torchs(queries, keys, values)
+    output[60:, 1] *= 1.1
+    found, _ = looked(AttentionRule(SCALE), seen(output[30:], queries[30:], keys, values))
+    assert (found.position, found.tokens) == (60, 50)
+    gap = seen(output[50:], queries[50:], keys, values)
+    early = seen(output[:40], queries[:40], keys[:40], values[:40])
+    assert looked(AttentionRule(SCALE), early, gap) == (None, "attention went on at position 50, behind 40")
+
+
+def test_numbers_that_are_not_finite_are_not_judged():
+    """A model may compute them."""
+    queries, keys, values = given()
+    values[20, 0, 0] = math.inf
+    odd = seen(torchs(queries, keys, values), queries, keys, values, computed=values)
+    assert looked(AttentionRule(SCALE), odd) == (None, "its numbers are not finite")
 
 
 def test_what_can_not_be_judged_has_a_reason():

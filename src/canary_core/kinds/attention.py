@@ -28,8 +28,9 @@ KIND = FindingKind(
     place=205,
     sentences=(
         Sentence(
-            "{layer} gave attention other values than it has computed, for {reader} at {position}{different}.",
-            when=lambda v: v.rule == "values",
+            "attention of {layer} was given other keys or values than the layer has computed, for {reader} at "
+            "{position}{different}.",
+            when=lambda v: v.rule in ("keys", "values"),
         ),
         Sentence(
             "attention of {layer} is not what the model's configuration says, for {reader} from {position} "
@@ -53,7 +54,7 @@ KIND = FindingKind(
         | `window` | another window, or none |
         | `soft_cap`, `sinks` | logits without the cap, or without the sink |
         | `head` | another head of the keys and values |
-        | `values` | values that the layer has not computed, such as its keys |
+        | `values`, `keys` | values or keys that the layer has not computed, as where one is stored for the other |
         | `unknown` | none of these |
         """,
         causes="""

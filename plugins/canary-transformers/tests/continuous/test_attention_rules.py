@@ -9,6 +9,7 @@ from canary_transformers.continuous import attention
 from canary_transformers.continuous.recompute import cache_argument
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
+from canary_adapters import ATTENTION_TYPES
 from canary_core import AttentionRule
 from canary_core.watchers.recompute.attention import AttentionLook
 
@@ -62,7 +63,7 @@ def looked_at(model: Any, rules: Any) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", sorted(attention.KNOWN))
+@pytest.mark.parametrize("kind", sorted(ATTENTION_TYPES))
 def test_each_known_type_computes_what_its_rule_says(kind, backend):
     """And another scale, or another window, is told."""
     model = made(kind, backend)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import MARK, BlockVerdict, RollCall, SchedulerRequests, mark
+from canary_adapters import MARK, BlockVerdict, RollCall, SchedulerRequests, answer, mark
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
 from canary_vllm.actions import recompute
@@ -149,7 +149,8 @@ class Hooks:
         """The worker's word on its guard. ``verdicts``: see `workers.question`."""
         session = self._sessions.get(id(getattr(worker, "model_runner", None)))
         refused = "its runner is not guarded: see the coverage or disabled event of that process"
-        told = workers.answered(self._config, session, refused if self._without else "")
+        why = refused if session is None and self._without else ""
+        told = answer(self._config, workers.VERSION, getattr(session, "canary", None), why, "vllm")
         heard = self._protection is not None and self._protection.way.open(verdicts) if verdicts else None
         return told if heard is None else {**told, "verdicts": heard}
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from canary_adapters import (
     AnswerCheck,
+    AttentionCalls,
     BlockLists,
     BlockReplay,
     BlockVerdict,
@@ -20,6 +21,7 @@ from canary_adapters import (
     Mark,
     RecomputePairs,
     WatchedScales,
+    attention_layers,
     deliver,
     follow_stores,
     model_rounding,
@@ -93,6 +95,7 @@ class Session:
         self._v2 = V2Batches(decoder, self.requests)
         self._lists = BlockLists(self.canary)
         self._prepared: Prepared | None = None
+        self._names: Sequence[str] = ()
         self._issued_first = self._begun = False
         self._unseen = 0
         self._output: Any = None
@@ -108,14 +111,18 @@ class Session:
         if len(self._tokens) < len(self.groups) and runners.drafter(runner) is not None:
             run = self._drafts.run
             self._patches.wrap(runners.drafter(runner), "propose", lambda f: lambda *a, **k: run(partial(f, *a, **k)))
+        owners = {name: getattr(layer, "impl", None) for name, layer in runners.layers(runner).items()}
+        given = {group.region: group.layers for group in self._tokens}
         if origin is None and not runner.vllm_config.parallel_config.use_ubatching:
             # A connector may load into a layer that was stored; halves of a batch store one after the other.
-            owners = {name: getattr(layer, "impl", None) for name, layer in runners.layers(runner).items()}
-            given = {group.region: group.layers for group in self._tokens}
             follow_stores(self._patches, self.canary, "do_kv_cache_update", owners, given)
         model = runner.vllm_config.model_config
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
-        self.recomputed = RecomputePairs(self.canary, self._tokens, rounding, self.requests.blocks.names)
+        parameters = runner.get_model().named_parameters()
+        attended = partial(attention_layers, model.hf_text_config, parameters, owners, given)
+        # Called with a layer, query, key, value and more.
+        calls = AttentionCalls(attended, "forward", lambda _, *given, output, **__: (*given[1:4], output))
+        self.recomputed = RecomputePairs(self.canary, self._tokens, rounding, self.requests.blocks.names, calls)
         self.weights = Weights(self.canary, runner, self._patches, self._reloaded)
         quantized = runners.quantized(runner)
         self._scales = WatchedScales(self.canary, quantized, runners.SCALES) if quantized else None
@@ -182,8 +189,11 @@ class Session:
             self._output = self._pending = output
             if self._overlap is not Overlap.ALL or getattr(output, "kv_cache_block_copies", None):
                 self._scheduled()
+            new = (request.req_id for request in output.scheduled_new_reqs)
+            watched = self.recomputed.attention.forward(new, output.num_scheduled_tokens, lambda: self._names)
             try:
-                result = original()
+                with watched:
+                    result = original()
                 if self._issued_first:
                     with step.beside():
                         self._check()
@@ -244,6 +254,7 @@ class Session:
         self._unseen = UNSEEN
         self._scheduled()
         view = partial(self._view, self._v1, self._output, self.runner.input_batch)
+        self._names = self.runner.input_batch.req_ids
         self._encoder.begin()
         result = self.canary.step.run(original, view, overlap=Overlap.CHECK)
         self._encoder.end()
@@ -260,7 +271,7 @@ class Session:
     def prepared(self, batch: Any, tables: tuple[tuple[Tensor, ...], Tensor]) -> None:
         """V2: ``batch`` and ``tables`` (block tables, slot mappings) are ready for attention."""
         if self._output is not None:
-            self._prepared = Prepared(batch, *tables)
+            self._prepared, self._names = Prepared(batch, *tables), batch.req_ids
 
     def begin(self, attention: Any = None) -> None:
         """V2: the forward of the prepared batch is issued next. ``attention``: the metadata of the layers."""

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import canary_core
-from canary_adapters import RollCall, answer
+from canary_adapters import RollCall
 from canary_core import CanaryConfig
 from canary_vllm.compat import runners
-from canary_vllm.session import Session
 from canary_vllm.version import __version__
 
 VERSION = f"{canary_core.__version__} with canary-vllm {__version__}"
@@ -35,14 +34,6 @@ def question(verdicts: str) -> Callable[[Any], dict[str, Any]]:
             return {"host": socket.gethostname(), "process": os.getpid(), "missing": missing}
 
     return ask
-
-
-def answered(config: CanaryConfig | None, session: Session | None, refused: str) -> dict[str, object]:
-    """The worker's word. ``config``: None where the plugin is not on. ``refused``: why there is no session."""
-    if config is None:
-        found = CanaryConfig.load().plugins
-        return answer(CanaryConfig.load(), VERSION, None, f"CANARY_PLUGINS={','.join(found)!r} does not name vllm")
-    return answer(config, VERSION, None if session is None else session.canary, "" if session is not None else refused)
 
 
 def call(core: Any, config: CanaryConfig, verdicts: str = "") -> tuple[RollCall, list[int]]:

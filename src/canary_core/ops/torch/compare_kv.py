@@ -22,8 +22,8 @@ def compare_kv(state: RegionState, columns: Sequence[int], slots: Tensor, comput
     Sources need a ``dtype`` of `FLOATS` and as many elements on both sides.
     """
     for i, (column, source) in enumerate(zip(columns, computed.sources, strict=True)):
-        held, there = _numbers(state.region.sources[column], slots.long())
-        again, there_too = _numbers(source, computed.slots.long())
+        held, there = numbers(state.region.sources[column], slots.long())
+        again, there_too = numbers(source, computed.slots.long())
         finite, finite_too = held.isfinite(), again.isfinite()
         both = finite & finite_too
         apart = torch.where(both, held - again, 0)
@@ -34,7 +34,7 @@ def compare_kv(state: RegionState, columns: Sequence[int], slots: Tensor, comput
         out[1, i] = torch.where(compared, _sum_of_squares(size), 0)
 
 
-def _numbers(source: KVSource, slots: Tensor) -> tuple[Tensor, Tensor]:
+def numbers(source: KVSource, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers of each slot, float32 ``[n, elements]``, and whether it has any, bool ``[n]``."""
     dtype, storage = source.dtype, source.tensor.untyped_storage()
     if dtype is None:

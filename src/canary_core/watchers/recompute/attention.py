@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_core.attention import Attended, AttentionRule
+from canary_core.runtime.host_copy import HostCopy
 from canary_core.watchers.recompute.noise import MARGIN, WINDOW_TOKENS, windows
 from canary_core.watchers.recompute.reference import attention, errors, explain
 
@@ -49,10 +50,11 @@ class AttentionLook:
         self.doubt: str | None = None
         self._rule = rule
         self._rounding = rounding
-        self._errors: list[Tensor] = []
-        self._noise: list[Tensor] = []
-        self._exchanged: list[Tensor] = []
+        self._first = self._end = 0
+        self._seen: list[tuple[Tensor, ...]] = []
+        """For each forward: errors, errors by roundings, and masks of tokens: other values, other keys, not finite."""
         self._kept: list[Attended] = []
+        self._copy: HostCopy | None = None
 
     def see(self, attended: Attended) -> None:
         """Computes it again. On the device; never waits."""
@@ -60,42 +62,61 @@ class AttentionLook:
         keys, kv_heads = attended.keys.shape[:2]
         if keys != attended.first + count or heads % kv_heads:
             self.doubt = f"attention got {keys} keys at position {attended.first + count}, {kv_heads} heads of {heads}"
+        elif self._seen and attended.first != self._end:
+            self.doubt = f"attention went on at position {attended.first}, behind {self._end}"
         if self.doubt is not None:
             return
+        if not self._seen:
+            self._first = attended.first
+        self._end = keys
         rounding = max(self._rounding, _products(attended.queries))
         right = attention(attended, self._rule)
-        self._errors.append(errors(attended.output, right))
-        self._noise.append(errors(attention(attended, self._rule, rounding), right))
-        if attended.computed is not None:
-            unlike = attended.values[attended.first :] != attended.computed
-            self._exchanged.append(unlike.flatten(1).any(1))
+        rounded = errors(attention(attended, self._rule, rounding), right)
+        unlike = (
+            _unlike(attended.values[attended.first :], attended.computed),
+            _unlike(attended.keys[attended.first :], attended.computed_keys),
+        )
+        self._seen.append((errors(attended.output, right), rounded, *unlike, ~right.isfinite().flatten(1).all(1)))
         # The first one, and the last one of many tokens: more would take much memory.
         if len(self._kept) > 1 and count >= WINDOW_TOKENS:
             del self._kept[1]
         if len(self._kept) < 2:
             self._kept.append(attended)
 
+    def arrived(self) -> bool:
+        """Whether `result` does not wait, once all was seen. Never waits."""
+        if self._copy is None and self._seen:
+            # On the device, each has its tokens in the last dimension.
+            self._copy = HostCopy(*(torch.cat(parts, -1) for parts in zip(*self._seen, strict=True)))
+        return self._copy is None or self._copy.arrived()
+
     def result(self) -> AttentionError | None:
-        """The verdict on all that was seen; None where there is none, and `doubt` says why. Waits for the device."""
-        found = torch.cat(self._errors, 1).cpu() if self._errors else torch.zeros(1, 0)
-        starts, medians = windows(found)
-        if self.doubt is None and not starts:
+        """The verdict on all that was seen; None where there is none, and `doubt` says why. Waits for the device,
+        unless all has `arrived`."""
+        if self.doubt is None and self._end - self._first < WINDOW_TOKENS:
             self.doubt = f"fewer than {WINDOW_TOKENS} tokens were seen by its attention"
-        if self.doubt is not None:
+        if self.doubt is None and not self.arrived() and self._copy is not None:
+            self._copy.wait()
+        if self.doubt is not None or self._copy is None:
             return None
-        _, noise = windows(torch.cat(self._noise, 1).cpu())
+        found, rounded, *unlike, infinite = self._copy.tensors
+        if bool(infinite.any()):
+            self.doubt = "its numbers are not finite"
+            return None
+        starts, medians = windows(found)
+        _, noise = windows(rounded)
         bounds = MARGIN * noise.max(1).values
         head = int((medians.max(1).values / bounds).argmax())
         bound, worst = float(bounds[head]), float(medians[head].max())
         known = self.layer, head, found.shape[1], float(found[head].median()), worst, bound
-        exchanged = torch.cat(self._exchanged).nonzero()[:, 0].tolist() if self._exchanged else []
-        if exchanged:
-            detail = "attention was given other values than the layer has computed"
-            return AttentionError(*known, "values", detail, exchanged[0])
+        for name, mask in zip(("values", "keys"), unlike, strict=True):
+            if bool(mask.any()):
+                detail = f"attention was given other {name} than the layer has computed"
+                return AttentionError(*known, name, detail, self._first + int(mask.nonzero()[0]))
         if not worst > bound:
             return AttentionError(*known)
         over = starts[int((medians[head] > bound).nonzero()[0])]
-        position = over + int((found[head, over : over + WINDOW_TOKENS] > bound).nonzero()[0])
+        position = self._first + over + int((found[head, over : over + WINDOW_TOKENS] > bound).nonzero()[0])
         size = (
             f"head {head} is off by {worst:.2g} in the median of {WINDOW_TOKENS} tokens, where rounding is {bound:.2g}"
         )
@@ -103,6 +124,13 @@ class AttentionLook:
         if named is None:
             return AttentionError(*known, "unknown", size, position)
         return AttentionError(*known, named[0], f"{size}; it is {named[1]}", position)
+
+
+def _unlike(given: Tensor, computed: Tensor | None) -> Tensor:
+    """Mask of tokens, none of which differs where nobody knows what was computed."""
+    if computed is None:
+        return torch.zeros(len(given), dtype=torch.bool, device=given.device)
+    return (given != computed).flatten(1).any(1)
 
 
 def _products(queries: Tensor) -> float:

@@ -1,10 +1,10 @@
 """`AttentionTurns`: which layer's attention is looked at next, and findings about it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from canary_core.attention import AttentionRule
-from canary_core.recomputer import CachedRequest, Recomputer
+from canary_core.recomputer import CachedRequest
 from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.attention import AttentionError, AttentionLook
@@ -13,22 +13,25 @@ from canary_core.watchers.recompute.verification import Verification
 
 
 class AttentionTurns:
-    """One layer for each verified request, in turns.
+    """One layer for each verified request, in turns. ``rules``: gives those of `Recomputer.attention`, asked for once.
 
     Counters in `Canary.stats`: ``attention_layers`` with a rule, ``attention_looks`` with a verdict,
     ``attention_differs``, ``attention_unjudged``. Layers without a rule are an ``unjudged`` event for each reason.
     """
 
-    def __init__(self, canary: RecomputeHost, judge: RecomputeJudge) -> None:
+    def __init__(
+        self, canary: RecomputeHost, judge: RecomputeJudge, rules: Callable[[], Mapping[int, AttentionRule | str]]
+    ) -> None:
         self._canary = canary
         self._judge = judge
+        self._given = rules
         self._rules: Mapping[int, AttentionRule] | None = None
         self._turn = 0
 
-    def next(self, recomputer: Recomputer) -> AttentionLook | None:
+    def next(self) -> AttentionLook | None:
         """For the layer whose turn it is; None where no layer has a rule."""
         if self._rules is None:
-            said = recomputer.attention()
+            said = self._given()
             self._rules = {layer: rule for layer, rule in said.items() if isinstance(rule, AttentionRule)}
             self._canary.count("attention_layers", len(self._rules))
             for why in dict.fromkeys(why for why in said.values() if isinstance(why, str)):
@@ -38,7 +41,7 @@ class AttentionTurns:
             return None
         layer = sorted(self._rules)[self._turn % len(self._rules)]
         self._turn += 1
-        return AttentionLook(layer, self._rules[layer], recomputer.rounding)
+        return AttentionLook(layer, self._rules[layer], self._judge.rounding())
 
     def judge(self, cached: CachedRequest, answer: Verification, look: AttentionLook | None) -> Verification:
         """The answer with what was seen; reports a finding."""
@@ -47,7 +50,7 @@ class AttentionTurns:
         found = look.result()
         if found is None:
             self._canary.count("attention_unjudged")
-            self._judge.doubt(f"attention of layer {look.layer} is not judged: {look.doubt}")
+            self._judge.doubt(f"attention of a layer is not judged: {look.doubt}", layer=look.layer)
             return answer
         self._canary.count("attention_looks")
         if not found.differs:

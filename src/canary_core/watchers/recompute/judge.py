@@ -77,13 +77,13 @@ class RecomputeJudge:
 
     def __init__(self, canary: RecomputeHost, rounding: Callable[[], float]) -> None:
         self._canary = canary
-        self._rounding = rounding
+        self.rounding = rounding
         self._told: set[str] = set()
 
     @cached_property
     def noise(self) -> Noise:
         """Learnt so far. Read on the engine's thread."""
-        return Noise(self._rounding())
+        return Noise(self.rounding())
 
     def judge(self, cached: CachedRequest, computed: Mapping[str, Computed]) -> Verification:
         """The verdict by one computation, in slots of the pool itself (`Computed.within`) or elsewhere. As long as the

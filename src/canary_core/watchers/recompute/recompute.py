@@ -60,7 +60,7 @@ class Recompute:
         self._asked: deque[tuple[str | None, Future[list[Verification]]]] = deque()
         self._server: int | None = None
         self.judge = RecomputeJudge(canary, lambda: recomputer.rounding)
-        self._turns = AttentionTurns(canary, self.judge)
+        self._turns = AttentionTurns(canary, self.judge, recomputer.attention)
 
     @property
     def noise(self) -> Noise:
@@ -144,7 +144,7 @@ class Recompute:
             if not self._fits(cached):
                 return self.judge.unjudged(name, NO_MEMORY, "no_memory", len(cached.tokens))
             self.judge.check_bytes(cached)
-            look = self._turns.next(self._recomputer)
+            look = self._turns.next()
             comparison = self._compare(cached, CHUNK_TOKENS, look=look)
             answer = self.judge.verdict(cached, comparison)
             answer = self._turns.judge(cached, answer, look)

@@ -86,6 +86,9 @@ def explain(forwards: Sequence[Attended], rule: AttentionRule, head: int, bound:
     for other in {*range(attended.keys.shape[1])} - {own}:
         text = f"that of head {other} of the keys, and the head's own is {own}"
         tried.append((_apart(_one_head(attended, rule, head, other)[0], only), "head", text))
+    if attended.keys.shape == attended.values.shape:
+        exchanged = replace(seen, keys=seen.values, values=seen.keys)
+        tried.append((_apart(exchanged, only), "values", "that of keys and values exchanged"))
     said = f"that of the scale {scale:.4g}, and the configuration says {rule.scale:.4g}"
     tried.append((_apart(seen, replace(only, scale=scale)), "scale", said))
     left, name, text = min(tried)

@@ -1,4 +1,4 @@
-"""Attention of Transformers' models: its rules by the configuration, and a look at it while a forward runs."""
+"""Attention of Transformers' models: its rules, and a look at it while a forward runs."""
 
 import sys
 import threading
@@ -8,29 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from canary_adapters import attention_rule
 from canary_core import Attended, AttentionObserver, AttentionRule
-
-FULL = frozenset({"granite", "llama", "olmo2"})
-WINDOWED = frozenset({"mistral", "mixtral", "qwen3_moe"})
-BY_LAYER = frozenset({"gemma2", "gemma3_text", "gpt_oss", "qwen2", "qwen2_moe", "qwen3", "smollm3"})
-KNOWN = FULL | WINDOWED | BY_LAYER
-"""Types of models whose attention is said by the fields of the configuration that are read here: without a window
-whatever fields there are, with one in each layer, or by the type of the layer."""
 
 
 def rules(model: Any) -> Mapping[int, AttentionRule | str]:
     """By layer, see `Recomputer.attention`."""
     config = model.config.get_text_config()
-    known = config.model_type in KNOWN and not getattr(config, "use_bidirectional_attention", None)
-    found: dict[int, AttentionRule | str] = {}
-    for layer, module in _modules(model).items():
-        if known and (window := _window(config, layer)) != 0:
-            sinks = getattr(module, "sinks", None)
-            cap = getattr(config, "attn_logit_softcapping", None)
-            found[layer] = AttentionRule(_scale(config), window, cap, None if sinks is None else sinks.detach())
-        else:
-            found[layer] = f"nobody has written down what attention of a {config.model_type} is"
-    return found
+    return {
+        layer: attention_rule(config, layer, getattr(module, "sinks", None), stray_windows=True)
+        for layer, module in _modules(model).items()
+    }
 
 
 @contextmanager
@@ -95,22 +83,3 @@ def _modules(model: Any) -> dict[int, Any]:
     """Attention of a decoder, by layer."""
     found = ((getattr(m, "layer_idx", None), m) for m in model.modules() if hasattr(m, "q_proj"))
     return {layer: module for layer, module in found if layer is not None}
-
-
-def _scale(config: Any) -> float:
-    if getattr(config, "attention_multiplier", None):
-        return float(config.attention_multiplier)
-    if getattr(config, "query_pre_attn_scalar", None):
-        return float(config.query_pre_attn_scalar**-0.5)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return float(dim**-0.5)
-
-
-def _window(config: Any, layer: int) -> int | None:
-    """None for none, 0 where it is not known."""
-    window: int | None = getattr(config, "sliding_window", None)
-    if config.model_type in FULL:
-        return None
-    if config.model_type in WINDOWED:
-        return window
-    return {"full_attention": None, "sliding_attention": window or 0}.get(config.layer_types[layer], 0)

@@ -1,9 +1,10 @@
 """How messages of the scheduler's process reach the workers: with the scheduler's output."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from canary_adapters import AnswerParts, BlockMessage
+from canary_adapters import AnswerParts, BlockMessage, carried
 
 ATTRIBUTE = "canary_lifetime"
 """Attribute of vLLM's `SchedulerOutput` with a message, pickled along."""
@@ -12,16 +13,11 @@ ANSWERS = "canary_answers"
 """The same with ends of answers, in some outputs."""
 
 
-def attached(output: Any) -> BlockMessage | None:
-    """The message sent with ``output``, None where the scheduler is not followed."""
-    found = getattr(output, ATTRIBUTE, None)
-    return found if isinstance(found, BlockMessage) else None
+attached = partial(carried, name=ATTRIBUTE, sort=BlockMessage)
+"""The message sent with an output, None where the scheduler is not followed."""
 
-
-def answers(output: Any) -> AnswerParts | None:
-    """Ends of answers sent with ``output``, None for none."""
-    found = getattr(output, ANSWERS, None)
-    return found if isinstance(found, AnswerParts) else None
+answers = partial(carried, name=ANSWERS, sort=AnswerParts)
+"""Ends of answers sent with an output, None for none."""
 
 
 def given(output: Any) -> Sequence[Sequence[Sequence[int]]]:

@@ -1,0 +1,199 @@
+"""`AttentionWatch`: attention of one layer, in turns, in the forwards that compute a request again."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters.attention_rules import AttentionLayer
+from canary_adapters.recompute_requests import is_internal
+from canary_core import Attended, AttentionRule, Canary, KVSource, Patches
+
+if TYPE_CHECKING:
+    from canary_core import RecomputeJudge
+    from canary_core.watchers.recompute.attention import AttentionLook
+    from canary_core.watchers.recompute.attention_turns import AttentionTurns
+
+MOST_TOKENS = 16_384
+"""Longest request whose keys and values of one layer are kept until it is computed."""
+MOST_QUERIES = 1024
+"""Its last tokens, of which queries and outputs are kept, too; as many again where these come in several forwards."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+NO_MEMORY = "the device has no memory for a second computation of its attention"
+OTHER_CALLS = "not all of its tokens came through the engine's function of attention, as where a graph is replayed"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCalls:
+    """How an engine's layers compute attention. layers: by number; asked for once. method: the owners' method.
+    operands: gives queries, keys, values and output, ``[tokens, heads, dim]`` each, of a call's result and
+    arguments."""
+
+    layers: Callable[[], Mapping[int, AttentionLayer]] = dict
+    method: str = ""
+    operands: Callable[..., Sequence[Tensor]] = tuple
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """An internal request. tokens: those seen, from the first one on. doubt: why there will be no verdict."""
+
+    request: str
+    look: "AttentionLook"
+    tokens: int = 0
+    queries: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    doubt: str | None = None
+
+
+class AttentionWatch:
+    """Keeps copies of what one layer's attention was given and gave in the forwards of one internal request; once all
+    is computed, it is computed once more by the configuration's rule, after the forward, from the KV in the pool.
+
+    ``judge``: see `RecomputePairs`.
+    """
+
+    def __init__(self, canary: Canary, calls: AttentionCalls, judge: Callable[[], "RecomputeJudge"]) -> None:
+        self._canary = canary
+        self._calls = calls
+        self._judge = judge
+        self._layers: Mapping[int, AttentionLayer] = {}
+        self._turns: AttentionTurns | None = None
+        self._watched: _Watched | None = None
+
+    @property
+    def turns(self) -> "AttentionTurns":
+        """Made on first use."""
+        if self._turns is None:
+            from canary_core.watchers.recompute.attention_turns import AttentionTurns
+
+            self._turns = AttentionTurns(self._canary, self._judge(), self._rules)
+        return self._turns
+
+    def forward(
+        self, begun: Iterable[str], counts: Mapping[str, int], order: Callable[[], Sequence[str]]
+    ) -> AbstractContextManager[None]:
+        """Around a forward. ``begun``: requests that begin with it. ``counts``: new tokens of each one. ``order``: the
+        rows, known once the layers are called."""
+        for name in begun:
+            if is_internal(name):
+                self._watched = None
+                with self._canary.guard("attention"):
+                    look = self.turns.next()
+                    self._watched = None if look is None else _Watched(name, look)
+        watched = self._watched
+        if watched is None or watched.doubt is not None or watched.request not in counts:
+            return nullcontext()
+        return self._observed(watched, counts, order)
+
+    def forget(self, request: str) -> _Watched | None:
+        """An internal request has ended; gives the last one watched, if it is that."""
+        watched = self._watched
+        if watched is None or watched.request != request:
+            return None
+        self._watched = None
+        return watched
+
+    def finish(self, request: str, slots: Callable[[str, int], Tensor]) -> "AttentionLook | None":
+        """After the last forward of an internal ``request``, on its stream: None where nothing is watched. ``slots``:
+        those of a region for so many first tokens, -1 for none. Never waits."""
+        watched = self.forget(request)
+        if watched is None:
+            return None
+        look = watched.look
+        look.doubt = watched.doubt
+        if look.doubt is None and watched.keys:
+            try:
+                self._compute(watched, slots(self._layers[look.layer].region, watched.tokens))
+            except torch.OutOfMemoryError:
+                look.doubt = NO_MEMORY
+        return look
+
+    @contextmanager
+    def _observed(
+        self, watched: _Watched, counts: Mapping[str, int], order: Callable[[], Sequence[str]]
+    ) -> Iterator[None]:
+        layer, before = self._layers[watched.look.layer], watched.tokens
+        patches = Patches(self._canary.guard)
+        patches.follow(layer.owner, self._calls.method, partial(self._take, watched, counts, order))
+        try:
+            yield
+        finally:
+            patches.undo()
+            if watched.tokens != before + counts[watched.request] and watched.doubt is None:
+                watched.doubt = OTHER_CALLS
+
+    def _take(
+        self, watched: _Watched, counts: Mapping[str, int], order: Callable[[], Sequence[str]], *call: Any, **more: Any
+    ) -> None:
+        queries, keys, values, output = self._calls.operands(*call, **more)
+        names, new = order(), counts[watched.request]
+        if watched.request not in names:
+            watched.doubt = "its rows in the batch are not known"
+        elif len(queries) < sum(counts.values()):
+            watched.doubt = "its batch is computed in parts"
+        elif not {queries.dtype, keys.dtype, values.dtype, output.dtype} <= {*FLOATS}:
+            watched.doubt = f"its attention computes in {queries.dtype} and gives {output.dtype}"
+        elif watched.tokens + new > MOST_TOKENS:
+            watched.doubt = f"requests of more than {MOST_TOKENS} tokens are not looked at"
+        if watched.doubt is not None:
+            return
+        first = sum(counts.get(name, 0) for name in names[: names.index(watched.request)])
+        rows, last = slice(first, first + new), slice(first + max(0, new - MOST_QUERIES), first + new)
+        try:
+            watched.keys.append(keys[rows].clone())
+            watched.values.append(values[rows].clone())
+            at = watched.tokens + last.start - first
+            watched.queries.append((at, queries[last].clone(), output[last].clone()))
+        except torch.OutOfMemoryError:
+            watched.doubt = NO_MEMORY
+        watched.tokens += new
+        if len(watched.queries) > 1 and watched.tokens - watched.queries[1][0] >= MOST_QUERIES:
+            del watched.queries[0]
+
+    def _rules(self) -> dict[int, AttentionRule | str]:
+        self._layers = self._calls.layers()
+        return {number: self._refusal(number) or layer.rule for number, layer in self._layers.items()}
+
+    def _refusal(self, number: int) -> str | None:
+        for half in "kv":
+            sources = self._sources(number, half)
+            if not sources:
+                return "its keys and values are not stored by themselves"
+            if sources[0].dtype not in FLOATS:
+                return f"its KV is stored as {sources[0].dtype}"
+        return None
+
+    def _sources(self, number: int, half: str) -> list[KVSource]:
+        """All parts, in the order of heads."""
+        region = self._canary.regions[self._layers[number].region]
+        return [source for source in region.sources if source.layer == number and source.half == half]
+
+    def _compute(self, watched: _Watched, slots: Tensor) -> None:
+        from canary_core.ops.torch.compare_kv import numbers
+
+        look, read = watched.look, []
+        given = torch.cat(watched.keys), torch.cat(watched.values)
+        for half, computed in zip("kv", given, strict=True):
+            sources = self._sources(look.layer, half)
+            if sources[0].dtype != computed.dtype or sum(one.slot_bytes for one in sources) != computed[0].nbytes:
+                look.doubt = f"its KV is computed as {computed.dtype} and stored in another form"
+                return
+            found = [numbers(source, slots.long()) for source in sources]
+            held, (_, there) = torch.cat([part for part, _ in found], 1), found[0]
+            # A window may have passed the first ones.
+            read.append(torch.where(there[:, None, None], held.view(computed.shape), computed))
+        for first, queries, output in watched.queries:
+            end = first + len(queries)
+            keys, values = (tensor[:end] for tensor in read)
+            computed_keys, computed_values = (tensor[first:end] for tensor in given)
+            output = output.view(*queries.shape[:2], -1)
+            look.see(Attended(look.layer, first, queries, keys, values, output, computed_values, computed_keys))
+        look.arrived()
