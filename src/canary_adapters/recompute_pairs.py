@@ -153,11 +153,12 @@ class RecomputePairs:
                 self._missed(pair, pair.why)
                 continue
             cached = self._cached(pair)
-            look = self.attention.finish(pair.again, partial(self._own, pair))
             few = self.judge.too_few(cached)
             if few is not None:
+                self.attention.forget(pair.again)
                 self._answer(few)
                 continue
+            look = self.attention.finish(pair.again, partial(self._own, pair))
             if pair.asked:
                 self.judge.check_bytes(cached)
             self._begun.append(_Begun(pair, cached, self.judge.begin(cached, self._computed(pair)), look))
