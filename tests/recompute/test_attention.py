@@ -1,5 +1,6 @@
 """The reference of attention against torch's own, and which deviation explains an output."""
 
+import json
 import math
 from itertools import pairwise
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from canary_core import Attended, AttentionRule
+from canary_core import Attended, AttentionError, AttentionRule, Verification
 from canary_core.watchers.recompute.attention import AttentionLook
 from canary_core.watchers.recompute.reference import attention, errors
 
@@ -158,3 +159,14 @@ def test_zeros_are_equal_to_zeros_and_nothing_else():
     zeros = torch.zeros(2, 3, 4)
     assert torch.equal(errors(zeros, zeros), torch.zeros(3, 2))
     assert bool(errors(zeros + 1, zeros).isinf().all())
+
+
+@pytest.mark.parametrize("worst", [0.25, float("inf")])
+def test_a_verdict_on_attention_comes_through_json(worst):
+    """As `canary ctl verify` reads it, in a table with the head."""
+    found = AttentionError(1, 2, tokens=40, median=0.1, worst=worst, bound=0.2, deviation="scale", position=3)
+    answer = Verification("a", 40, "differs", attention=found)
+    read = Verification.from_dict(json.loads(json.dumps(answer.to_dict())))
+    assert read == answer
+    assert "attention of layer 1, head 2" in read.table()
+    assert read.table().endswith("<-- differs")

@@ -63,7 +63,9 @@ class Verification:
         """From `to_dict`; other keys are passed over."""
         fields = {name: plain[name] for name in cls.__slots__}
         layers = [LayerError(**{**one, **_endless(one)}) for one in plain["layers"]]
-        return cls(**{**fields, "layers": layers})
+        seen = plain["attention"]
+        attention = None if seen is None else AttentionError(**{**seen, **_endless(seen)})
+        return cls(**{**fields, "layers": layers, "attention": attention})
 
     def table(self) -> str:
         """Lines of text for people: the verdict, then one line for each source."""
