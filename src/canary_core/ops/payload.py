@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from canary_core.errors import AttachError
-from canary_core.ops import hashing
 from canary_core.ops.fingerprint_keys import PUBLIC, FingerprintKeys, known_keys
-from canary_core.ops.sums import PER_GROUP, explained
+from canary_core.ops.sums import PER_GROUP, explained, weights_of
 from canary_core.records import (
     CONTENT,
     FREED_BY,
@@ -257,14 +256,16 @@ def _judged(
         for column, value in found.items():
             yield layout.sources[column].name, column, payload[:, PAYLOAD_FINGERPRINTS + column], value
         return
-    weights = keys.words(hashing.SURE_WORDS)[-len(layout.sources) :]
+    weights = weights_of(keys, len(layout.sources))
     salts = keys.sources(len(layout.sources) + PER_GROUP * len(layout.groups))
     for number, group in enumerate(layout.groups):
         if not all(column in found for column in group):
             continue
         raw = torch.stack([found[column] - salts[column] for column in group])
         first = PER_GROUP * number
-        numbers = payload[:, PAYLOAD_FINGERPRINTS + first :][:, :PER_GROUP] - salts[len(layout.sources) + first :][:2]
+        numbers = (
+            payload[:, PAYLOAD_FINGERPRINTS + first :][:, :PER_GROUP] - salts[len(layout.sources) + first :][:PER_GROUP]
+        )
         by = raw.sum(0) - numbers[:, 0]
         weighted = (raw * weights[list(group), None]).sum(0) - numbers[:, 1]
         alone, several = explained(by, weighted, weights[list(group)])

@@ -180,7 +180,7 @@ class SourceTable(Sequence[KVSource]):
     def sure(self) -> Tensor:
         """Whether a write that leaves the bytes of each of `judged` as they were is lost: bool, on the device."""
         sure = self.descriptors[:, Descriptor.SURE] != 0
-        return sure if not self.sums else sure[[group[0] for group in self.sums.groups]]
+        return torch.stack([sure[group[0]] for group in self.sums.groups]) if self.sums else sure
 
     def columns_present(self, slots: Tensor) -> Tensor:
         """Whether each column's sources have bytes of each of ``slots``, int64 ``[n]``: bool ``[n, columns]``."""
@@ -188,14 +188,16 @@ class SourceTable(Sequence[KVSource]):
         there = slots[:, None] % page_size < present
         if not self.sums:
             return there
-        groups = [there[:, list(group)].any(1) for group in self.sums.groups]
+        groups = [there[:, members].any(1) for members in self.sums.members]
         return torch.stack([mask for mask in groups for _ in range(self.sums.width)], 1)
 
-    def changed(self, stored: Sequence[int], found: Sequence[int]) -> list[int]:
-        """Indices of the sources that explain the differences between two rows of fingerprints (``[columns]``)."""
+    def changed(self, stored: Tensor, found: Tensor) -> list[int]:
+        """Indices of the sources that explain the differences between two rows of fingerprints, int64 ``[columns]`` on
+        the host."""
         if self.sums:
             return self.sums.changed(stored, found)
-        return [i for i, pair in enumerate(zip(stored, found, strict=True)) if pair[0] != pair[1]]
+        differing: list[int] = (stored != found).nonzero()[:, 0].tolist()
+        return differing
 
     @property
     def memory_bytes(self) -> int:

@@ -37,10 +37,13 @@ PER_GROUP = 2
 
 class Sums(NamedTuple):
     """groups: indices of each group's sources; none, and false, where each source has its own fingerprint. weights: odd
-    int64 ``[sources]``."""
+    int64 ``[sources]``, on the host; and ``device_weights``, ``members`` (each group's indices) on the device, so that
+    nobody waits for it."""
 
     groups: tuple[tuple[int, ...], ...]
     weights: Tensor
+    device_weights: Tensor
+    members: tuple[Tensor, ...]
 
     def __bool__(self) -> bool:
         return bool(self.groups)
@@ -49,7 +52,8 @@ class Sums(NamedTuple):
     def of(cls, sources: Sequence[KVSource], region: Region, config: CanaryConfig, others: int) -> "Sums":
         """The sums for ``sources`` of ``region``, which has ``others`` bytes of Canary's for a slot beside them. Groups
         are as small as the memory allows."""
-        own, none = 8 * len(sources), cls((), torch.zeros(0, dtype=torch.int64, device=region.device))
+        nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
+        own, none = 8 * len(sources), cls((), nothing, nothing, ())
         if config.memory.share is None or own * region.slots <= FREE_BYTES:
             return none
         room = config.memory.share * sum(source.slot_bytes for source in region.sources) - others
@@ -62,11 +66,10 @@ class Sums(NamedTuple):
             number = sum(-(-len(indices) // parts) for indices in alike.values())
             if 8 * PER_GROUP * number <= room or parts == MOST_PARTS:
                 break
-        groups = [group for indices in alike.values() for group in _parted(indices, parts)]
-        keys = FingerprintKeys.of(config)
-        # Of the end of those words whose keys are sure, so that no source's weight is the key of one of its words.
-        weights = keys.words(hashing.SURE_WORDS)[-len(sources) :].to(region.device)
-        return cls(tuple(sorted(groups)), weights)
+        groups = sorted(group for indices in alike.values() for group in _parted(indices, parts))
+        weights = weights_of(FingerprintKeys.of(config), len(sources))
+        members = tuple(torch.tensor(group, dtype=torch.int64, device=region.device) for group in groups)
+        return cls(tuple(groups), weights, weights.to(region.device), members)
 
     @property
     def width(self) -> int:
@@ -78,16 +81,22 @@ class Sums(NamedTuple):
         """Numbers of a slot."""
         return PER_GROUP * len(self.groups)
 
-    def changed(self, stored: Sequence[int], found: Sequence[int]) -> list[int]:
-        """The smallest set of sources that explains the differences between two rows of numbers, in order."""
+    def changed(self, stored: Tensor, found: Tensor) -> list[int]:
+        """The smallest set of sources that explains the differences between two rows of numbers, int64 ``[columns]`` on
+        the host; in order."""
         out: list[int] = []
-        for number, group in enumerate(self.groups):
-            first, second = PER_GROUP * number, PER_GROUP * number + 1
-            by, weighted = found[first] - stored[first], found[second] - stored[second]
-            if by or weighted:
-                named = [i for i in group if hashing.signed(by * int(self.weights[i]) - weighted) == 0]
-                out += named if len(named) == 1 else group
+        for group, (by, weighted) in zip(self.groups, (found - stored).view(-1, PER_GROUP, 1), strict=True):
+            alone, several = explained(by, weighted, self.weights[list(group)])
+            out += (
+                group if bool(several) else [i for i, named in zip(group, alone[:, 0].tolist(), strict=True) if named]
+            )
         return sorted(out)
+
+
+def weights_of(keys: FingerprintKeys, sources: int) -> Tensor:
+    """By the end of the words whose keys are sure, so that no source's weight is the key of one of its words; int64
+    ``[sources]`` on the host."""
+    return keys.words(hashing.SURE_WORDS)[-sources:]
 
 
 def explained(by: Tensor, weighted: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -381,12 +381,7 @@ def _found_values(state: RegionState, lookups: Sequence[tuple[int, int, int]], d
     """The fingerprints of the present bytes of each lookup's slot and source: int64 ``[lookups]``."""
     slots = upload([slot for slot, _, _ in lookups], device)
     columns = upload([column for _, column, _ in lookups], device)
-    values = torch.zeros(len(lookups), len(state.sources), dtype=torch.int64, device=device)
-    for stack in stacks(state):
-        there = stack.like.has_bytes(slots)
-        value, _ = stack.fold(state, torch.where(there, slots, 0))
-        values[:, stack.columns] = torch.where(there, value, 0).T
-    return values.gather(1, columns[:, None])[:, 0]
+    return stored_and_found(state, slots)[1].gather(1, columns[:, None])[:, 0]
 
 
 def _facts(state: RegionState) -> tuple[SourceFacts, ...]:

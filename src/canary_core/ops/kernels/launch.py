@@ -267,7 +267,7 @@ def region_arguments(state: RegionState) -> Arguments:
 def source_arguments(state: RegionState, group: SourceGroup) -> Arguments:
     """``sources``."""
     sources = state.sources
-    weights = sources.sums.weights if sources.sums else sources.salts
+    weights = sources.sums.device_weights if sources.sums else sources.salts
     tensors = sources.descriptors, group.columns, sources.keys, sources.salts, weights, state.fingerprints
     return arguments(SourceFields(*tensors, sources.columns, len(sources)))
 

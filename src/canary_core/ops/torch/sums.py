@@ -44,9 +44,9 @@ def summed(state: RegionState, slots: Tensor) -> Summed:
         there[:, stack.columns] = present[:, None]
         odd[:, stack.columns] = bits.T & present[:, None]
     raw = (values - sources.salts[: len(sources)]) * there
-    weighted = raw * sources.sums.weights
+    weighted = raw * sources.sums.device_weights
     numbers, parts = [], []
-    for group in map(list, sources.sums.groups):
+    for group in sources.sums.members:
         numbers += [raw[:, group].sum(1), weighted[:, group].sum(1)]
         parts.append(there[:, group].sum(1))
     return Summed(values, there, odd, torch.stack(numbers, 1) + sources.zeros, torch.stack(parts, 1))
@@ -72,7 +72,7 @@ def compare_sums(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, 
         compared = (parts * (alike | known)).sum() * state.sources[group[0]].slot_bytes
         state.shared.counters[Counter.CHECKED_BYTES] += compared
         left = (parts > 0) & ~alike & known
-        alone, _several = explained(by, weighted, state.sources.sums.weights[list(group)])
+        alone, _several = explained(by, weighted, state.sources.sums.device_weights[state.sources.sums.members[number]])
         for source, mask in zip(group, alone, strict=True):
             named = mask & left & ~probed & found.there[:, source]
             value = found.values[:, source]
@@ -115,7 +115,7 @@ def look_at_null_sums(state: RegionState, seen: Seen, about: dict[Row, Tensor]) 
     for number, group in enumerate(state.sources.sums.groups):
         first = PER_GROUP * number
         known, there = state.fingerprints[seen.slot, first], found.parts[:, number] > 0
-        bad = found.odd[:, list(group)].any(1)
+        bad = found.odd[:, state.sources.sums.members[number]].any(1)
         for source in group:
             odd = bad & found.odd[:, source] & (known == NullBytes.FINITE)
             value = found.values[:, source]
@@ -180,7 +180,7 @@ def stored_and_found(state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]
     for number, group in enumerate(state.sources.sums.groups):
         first = stored[:, PER_GROUP * number]
         by, weighted = found.of(number, first, stored)
-        alone, several = explained(by, weighted, state.sources.sums.weights[list(group)])
+        alone, several = explained(by, weighted, state.sources.sums.device_weights[state.sources.sums.members[number]])
         # Exchanged slots have what was recorded of each other.
         columns = slice(PER_GROUP * number, PER_GROUP * (number + 1))
         owner = (stored[:, None, columns] == found.numbers[None, :, columns]).all(2)

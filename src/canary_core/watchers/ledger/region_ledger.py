@@ -323,7 +323,7 @@ class RegionLedger:
         """The bytes are unlike all entries of the prefix."""
         nearest = self.table.values(match.nearest)
         values = came.rows[i, BLOCK_VALUES:]
-        columns = self.state.sources.changed(nearest.tolist(), values.tolist())
+        columns = self.state.sources.changed(nearest, values)
         stored = int(nearest[self.state.sources.column_of(columns[0])])
         where = positions(came.arrival.blocks.position(came.blocks[i]), self.page_slots)
         return Disproof(
