@@ -17,6 +17,8 @@ from canary_core.desk.control import client, verifications
 from canary_core.desk.control.messages import MOST_VALUE, Request
 
 HERE = Path(__file__).parent
+LONG = ("--timeout", "600")
+"""Of clients that wait for others: on a busy machine each takes many seconds to start."""
 PATHS = os.pathsep.join(map(str, [HERE.parent, Path(canary_core.__file__).parents[1]]))
 
 
@@ -214,9 +216,9 @@ def test_several_clients_at_once_and_those_that_go_away(start):
     engine = start()
     engine.say("stop")
     waiting = [
-        engine.begins(*arguments) for arguments in (["--all"], ["--request", "a"], ["--request", "b"], ["--all"])
+        engine.begins(*arguments, *LONG) for arguments in (["--all"], ["--request", "a"], ["--request", "b"], ["--all"])
     ]
-    interrupted, killed = engine.begins("--all"), engine.begins("--all")
+    interrupted, killed = engine.begins("--all", *LONG), engine.begins("--all", *LONG)
     engine.asked(6)
     interrupted.send_signal(signal.SIGINT)
     killed.kill()
