@@ -1,4 +1,4 @@
-"""One layer's attention is computed a second time by each of two tensor-parallel ranks, which have half of the heads."""
+"""One layer's attention is computed once more by each of two tensor-parallel ranks, which have half of the heads."""
 
 import pytest
 from vllm_on_cpu.attention_ranks_script import BROKEN, LAYER
