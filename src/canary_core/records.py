@@ -266,9 +266,7 @@ COUNTERS = 40
 scrub's progress: the words from `ScrubWord.RUNNING` on. The word at `RECORDED` counts slots recorded after a
 forward."""
 
-SCRUB_GAUGES = 4
-RECORDED = 4
-GAUGES = 5
+SCRUB_GAUGES, RECORDED, GAUGES = 4, 4, 5
 
 
 class Clock(IntEnum):
@@ -279,7 +277,8 @@ class Clock(IntEnum):
     NEXT = 1
 
 
-CLOCK_WORDS = 2
+CLOCK_WORDS, CURSOR_WORDS, SCRUB_WORDS = 2, 25, 8
+"""Words of a clock, of a region's cursors, and of these for a scrub."""
 
 
 class Cursor(IntEnum):
@@ -311,9 +310,6 @@ class Cursor(IntEnum):
     first slot on its list, see `records.PROBE`. Set by the host."""
 
 
-CURSOR_WORDS = 25
-
-
 class ScrubWord(IntEnum):
     """Progress of a region's scrub: index into the words at `Cursor.SCRUB`. Slots are passed in physical order, round
     after round, by one cursor for each sort; numbers count on and are places modulo the slots."""
@@ -330,13 +326,11 @@ class ScrubWord(IntEnum):
     PARKED_LISTED = 4
 
 
-SCRUB_WORDS = 8
-
 ALL_TILES = 1 << 40
 """A budget without a limit."""
 
-CHECK_TILE = 512
-"""Slots of one row taken or left together by the mapping check."""
+CHECK_TILE, READ_TILE = 512, 32
+"""Slots of one row taken or left together by the mapping check, and by a read check."""
 
 PLAN_RECORD = 4
 PLAN_WORDS = PLAN_RECORD + RECORD_WORDS // 2
@@ -356,9 +350,6 @@ class Status(IntEnum):
     NULL = 2
     """The null slot, or padding."""
 
-
-READ_TILE = 32
-"""Slots of one row taken or left together by a read check."""
 
 CHAINS = 65536
 """Entries of a region's chain table, int64 ``[CHAINS, 2]``: (``writer * 2**32 + length``, prefix hash there), at
