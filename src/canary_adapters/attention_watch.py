@@ -32,8 +32,8 @@ OTHER_CALLS = "not all of its tokens came through the engine's function of atten
 @dataclass(frozen=True, slots=True)
 class AttentionCalls:
     """How an engine's layers compute attention. layers: by number; asked for once. method: the owners' method.
-    operands: gives queries, keys, values and output, ``[tokens, heads, dim]`` each, of a layer's number, a call's result
-    and its arguments; empty for a call of another layer with the same owner, or the reason against a look."""
+    operands: gives queries, keys, values and output, ``[tokens, heads, dim]`` each, of a layer's number, a call's
+    result and the call's arguments; nothing for another layer of the same owner, or the reason against a look."""
 
     layers: Callable[[], Mapping[int, AttentionLayer]] = dict
     method: str = ""
@@ -195,9 +195,7 @@ class AttentionWatch:
         look.arrived()
 
 
-def _doubt(
-    watched: _Watched, given: Sequence[Tensor], names: Sequence[str], counts: Mapping[str, int]
-) -> str | None:
+def _doubt(watched: _Watched, given: Sequence[Tensor], names: Sequence[str], counts: Mapping[str, int]) -> str | None:
     """Why a call of a layer's attention can't be looked at, None if it can. ``given``: see `AttentionCalls`."""
     queries, *_, output = given
     if watched.request not in names:

@@ -53,20 +53,12 @@ QWEN2_VL = dict(
         spatial_merge_size=2, temporal_patch_size=2,
     ),
 )  # fmt: skip
-GEMMA3 = dict(
-    architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", vocab_size=256, hidden_size=64,
-    intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    query_pre_attn_scalar=20, max_position_embeddings=512, sliding_window=24, rms_norm_eps=1e-6,
-    layer_types=["sliding_attention", "full_attention", "sliding_attention"], hidden_activation="gelu_pytorch_tanh",
-    bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="bfloat16", tie_word_embeddings=True,
-)  # fmt: skip
 LLAMA_SMALL: dict[str, Any] = {**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 1}
 LLAMA_DRAFT: dict[str, Any] = {**LLAMA_SMALL, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
 CPU_MODELS = {
     "llama": LLAMA,
     "llama_small": LLAMA_SMALL,
     "llama_draft": LLAMA_DRAFT,
-    "gemma3": GEMMA3,
     "cohere2": COHERE2,
     "deepseek_v2": DEEPSEEK_V2,
     "qwen2_vl": QWEN2_VL,

@@ -11,15 +11,16 @@ DECODED = 20
 
 
 def attention_verified(engine: Any, fault: str = "", tokens: int = 90) -> dict[str, Any]:
-    """A request that is computed under a fault of `FAULTS` (none for an empty name), and verified as often as there are
-    layers. Gives the answers, findings, and what was told meanwhile; and whether anything of a look is left."""
+    """A request that is computed under a fault of `FAULTS` (none for an empty name) beside another one, and verified as
+    often as there are layers. Gives the answers, findings, and what was told meanwhile; and whether anything of a look
+    is left."""
     findings(engine)
     told = len(engine.told.events)
     name = fault or "clean"
     with contextlib.nullcontext() if not fault else FAULTS[fault](engine):
-        begin(engine, {name: prompt(name, tokens)}, DECODED)
-        answers = [verify(engine, name)[0] for _ in layers(engine)]
-        finish(engine, name)
+        begin(engine, {"beside": prompt("beside", 40), name: prompt(name, tokens)}, DECODED)
+        answers = [verify(engine, name)[0] for _ in range(engine.runner.model_config.num_hidden_layers)]
+        finish(engine, name, "beside")
     done = findings(engine)
     left = "forward" in vars(engine.runner.attn_backend)
     return {"answers": answers, "events": events(engine)[told:], "left": left, **done}
@@ -36,12 +37,25 @@ def layers(engine: Any) -> list[Any]:
 def _scale(engine: Any) -> Iterator[None]:
     """Two per cent too large, in layer 1."""
     layer = layers(engine)[1]
-    right = layer.scaling
-    layer.scaling = right * 1.02
+    layer.scaling *= 1.02
     try:
         yield
     finally:
-        layer.scaling = right
+        layer.scaling /= 1.02
+
+
+@contextlib.contextmanager
+def _all_scales(engine: Any) -> Iterator[None]:
+    """Two per cent too large, in all layers."""
+    with _replaced(engine.runner.attn_backend, forward=_rescaled(engine.runner.attn_backend)):
+        yield
+
+
+def _rescaled(backend: Any) -> Callable[..., Any]:
+    def forward(q: Any, *args: Any, **kwargs: Any) -> Any:
+        return type(backend).forward(backend, q * 1.02, *args, **kwargs)
+
+    return forward
 
 
 @contextlib.contextmanager
@@ -128,6 +142,7 @@ FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] = {
     "window": _window,
     "head": _head,
     "values": _values,
+    "all_scales": _all_scales,
     "graph": _graph,
     "stored_before": _stored_before,
 }

@@ -168,6 +168,7 @@ class SchedulerRecompute(InternalRequests):
         """Out of the queue, or between two chunks. After the last chunk a request ends anyway."""
         request = self._internal
         if request is not None and request.rid == name:
+            self.pairs.attention.forget(name)
             self._leave_queue()
             if self._scheduler.chunked_req is request:
                 schedulers.drop_chunked(self._scheduler, request)

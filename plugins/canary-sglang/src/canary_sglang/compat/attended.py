@@ -21,13 +21,8 @@ def calls(runner: Any, regions: Sequence[Region]) -> AttentionCalls:
 
 
 def _layers(runner: Any, regions: Sequence[Region]) -> dict[int, AttentionLayer]:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    modules = runner.model.modules()
-    numbers = {int(module.layer_id) for module in modules if isinstance(module, RadixAttention)}
-    there = {region.name: {source.layer for source in region.sources} for region in regions}
-    names = {name: [str(number) for number in sorted(numbers & layers)] for name, layers in there.items()}
-    owners = {str(number): runner.attn_backend for number in numbers}
+    names = {region.name: sorted({str(source.layer) for source in region.sources}) for region in regions}
+    owners = {name: runner.attn_backend for layers in names.values() for name in layers}
     return attention_layers(runner.model_config.hf_text_config, runner.model.named_parameters(), owners, names)
 
 
