@@ -32,11 +32,12 @@ def _operands(number: int, output: Any, *args: Any, **kwargs: Any) -> Sequence[T
     layer: Any = given.get("layer")
     if getattr(layer, "layer_id", None) != number:
         return ()
-    q, k, v = operands = [given.get(name) for name in NAMES[:3]]
+    operands: list[Any] = [given.get(name) for name in NAMES[:3]]
     # A kernel of the rotation may store K and V by itself.
     stores = given.get("save_kv_cache", True)
     if not stores or not all(isinstance(tensor, Tensor) for tensor in (*operands, output)):
         return ELSEWHERE
+    q, k, v = operands
     return (
         q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
         k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim),
