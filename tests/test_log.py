@@ -206,7 +206,7 @@ def test_a_verdict_is_two_lines_verdict_first(capsys):
     Plugins().emit(Event("diagnosis", "error", {**fields, **more, "self_test": True}))
     first, second = stderr_of(capsys).splitlines()
     assert "canary: SELF-TEST, This is a flipped bit. Incident 1, host n7 (bytes:flipped_bit:1:bit:-)" in first
-    assert second == "  bit 3 of slot 5; Run a memory test.; canary explain /tmp/b"
+    assert second == "  bit 3 of slot 5. Run a memory test. More: canary explain /tmp/b"
 
 
 NASTY = {

@@ -51,7 +51,6 @@ from canary_adapters.recompute_requests import (
     Running,
     TouchedRequests,
     is_internal,
-    needs_share,
     recompute_off,
 )
 from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, deliver
@@ -170,7 +169,6 @@ __all__ = [
     "metadata_blocks",
     "model_rounding",
     "moved_states",
-    "needs_share",
     "packed_page_padding",
     "packed_page_source",
     "paged_source",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from canary_adapters.parked_prefixes import ALL_PARKED, PARKED, GroupBlocks, ParkedPrefix, ParkedPrefixes
 from canary_core import Event, Touch
+from canary_core.config.values import RecomputeShare
 
 PREFIX = "canary-recompute-"
 """Internal requests are called so."""
@@ -33,11 +34,6 @@ NOT_REMEMBERED = "what requests leave in the prefix cache is not remembered here
 
 REST_S = 0.1
 """Least time between two parked prefixes computed again by an idle engine without being asked for."""
-
-
-def needs_share(engine: str, setting: object) -> str:
-    """The reason where ``CANARY_RECOMPUTE`` is a number of verdicts, for an engine whose scheduler can't take one."""
-    return f"{engine}'s scheduler needs a share such as 1%, CANARY_RECOMPUTE is {setting}"
 
 
 def recompute_off(reason: str) -> Event:
@@ -164,6 +160,7 @@ class Recomputes:
     """One scheduler's internal requests, one at a time. Requests asked for by `want` come first; then, for a ``share``
     of all computed tokens, chosen running requests: first, once the noise is known, requests touched by a hit, an
     arrival or a preemption. With nobody to serve, for a ``share`` of the time, the least recently proven parked prefix.
+    A number of verdicts in the place of a share: all computed tokens, until so many computations after `TEACHING` ones.
 
     Under pressure an internal request gives way at once: it ends where requests of users wait.
 
@@ -174,12 +171,14 @@ class Recomputes:
         self,
         engine: InternalRequests,
         touched: TouchedRequests,
-        share: float = 0.0,
+        share: RecomputeShare | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._touched = touched
-        self._share = share
+        wanted = share or RecomputeShare()
+        self._share = 1.0 if wanted.verdicts else wanted.share
+        self._left = TEACHING + wanted.verdicts if wanted.verdicts else None
         self._clock = clock
         self._rest_until = 0.0
         self._idle_since: float | None = None
@@ -229,6 +228,7 @@ class Recomputes:
             elif computed >= one.target.tokens:
                 self._one = None
                 self._missed.append(self._pair(one))
+                self._count(one)
             one.waited = True
         return self.missed()
 
@@ -384,6 +384,13 @@ class Recomputes:
             if one.parked is not None and why == GONE:
                 pair = replace(_left(one.parked), request=one.target.name, again=one.name, asked=one.asked)
             self._missed.append(pair)
+
+    def _count(self, done: _One) -> None:
+        """After the last one of a number nothing is chosen any more."""
+        if self._left is not None and not done.asked:
+            self._left -= 1
+            if self._left <= 0:
+                self._share = 0.0
 
     def _pair(self, one: _One) -> RecomputePair:
         if one.parked is not None:

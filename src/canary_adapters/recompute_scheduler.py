@@ -21,6 +21,7 @@ from canary_adapters.recompute_requests import (
     is_internal,
 )
 from canary_core import Event, Patches, emit
+from canary_core.config.values import RecomputeShare
 
 PAIRS = "canary_recompute"
 """Attribute of the scheduler's output with a list of `RecomputePair`, pickled along."""
@@ -79,7 +80,7 @@ class SchedulerRequests(InternalRequests):
         make: Callable[[str, Any, int], Any],
         why_not: Callable[[Any], str | None],
         abort: Callable[[str], None],
-        share: float,
+        share: RecomputeShare,
     ) -> None:
         self._scheduler = scheduler
         self._make, self._why_not, self._abort = make, why_not, abort

@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from soak.noise import Noise
 from soak.plan import plan
 from soak.results import Result
 from soak.served import Late, Served
@@ -69,6 +70,7 @@ class Soak:
         self.setup = find(job.setup, job.device)
         self.result = Result(job.setup, job.seed, job.device)
         self.result.settings = {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
+        self._noise = Noise()
         self._out = Path(job.out)
         self._until = job.until
         self._written = 0.0
@@ -180,6 +182,7 @@ class Soak:
         self._troubles = len(troubles)
         self.result.coverage = [str(event.fields.get("summary")) for event in engine.witness.told("coverage")]
         self.result.stats = engine.stats()
+        self.result.noise = self._noise.rows()
         told = {name: self.result.stats[name] for name in TOLD if self.result.stats.get(name)}
         self.result.counts = {**engine.counts, **told}
 

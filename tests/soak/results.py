@@ -23,7 +23,8 @@ MOST_FAILURES = 20
 class Result:
     """``state``: ``starting``, ``serving``, ``done``, or what ended it. ``stats``: Canary's own. ``compared``: requests
     that were answered twice, under guard and while Canary was paused; ``different``: those with other tokens.
-    ``failures``: what was found, each with the seed, the round and the command that repeats it."""
+    ``failures``: what was found, each with the seed, the round and the command that repeats it. ``noise``: see
+    `Noise.rows`."""
 
     setup: str
     seed: int
@@ -43,6 +44,7 @@ class Result:
     settings: dict[str, str] = field(default_factory=dict)
     coverage: list[str] = field(default_factory=list)
     failures: list[dict[str, Any]] = field(default_factory=list)
+    noise: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
     @property
     def left_out(self) -> bool:

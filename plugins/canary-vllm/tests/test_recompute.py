@@ -4,6 +4,7 @@ import pytest
 from canary_vllm.hooks import HOOKS
 from vllm_on_cpu import guarded, verified
 
+from canary_adapters import recompute_requests
 from canary_core import CanaryError, Kind, Touch
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
@@ -83,6 +84,22 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(small):
         assert guard.trouble() == []
         assert small.pool.get_num_free_blocks() == len(small.pool.blocks) - 1
         assert small.scheduler.requests == {}
+
+
+def test_so_many_are_computed_again_and_no_more(small, monkeypatch):
+    """A number, in the place of a share: beyond those that teach the noise."""
+    monkeypatch.setattr(recompute_requests, "TEACHING", 4)
+    small.renew()
+    plain = guarded.traffic(small, 4, new_tokens=40)
+    with guarded.guard(small, **QUIET, recompute="3") as guard:
+        assert guarded.traffic(small, 4, new_tokens=40) == plain
+        (session,) = HOOKS.sessions
+        assert len(session.recomputed.answers) == 4 + 3
+        verified.begin(small, 2, {"asked": verified.prompt("asked")})
+        (asked,) = verified.verify(small, "asked")
+        verified.finish(small)
+        assert asked.verdict == "same"
+        assert guard.trouble() == []
 
 
 def test_the_scheduler_has_its_own_methods_until_somebody_asks(small):

@@ -161,10 +161,10 @@ def _verdict(fields: Mapping[str, Any]) -> str:
     test = "SELF-TEST, " if fields.get("self_test") else ""
     named = ("model", "host", "gpu", "replica", "rank")
     place = ", ".join(f"{name} {fields[name]}" for name in named if name in fields)
-    said = [*fields["evidence"][:1], *fields["next_steps"][:1]]
-    more = [f"canary explain {fields['bundle']}"] if fields.get("bundle") else []
+    said = [f"{sentence.removesuffix('.')}." for sentence in (*fields["evidence"][:1], *fields["next_steps"][:1])]
+    more = [f"More: canary explain {fields['bundle']}"] if fields.get("bundle") else []
     first = f"canary: {test}{fields['sentence']} Incident {fields['incident']}, {place} ({fields.get('signature')})"
-    return "\n".join(line[:ROOM_BYTES] for line in (first, f"  {'; '.join([*said, *more])}"))
+    return "\n".join(line[:ROOM_BYTES] for line in (first, f"  {' '.join([*said, *more])}"))
 
 
 _PAGES = {"summary": _page, "diagnosis": _verdict}

@@ -5,6 +5,8 @@ import json
 import pytest
 from tools.recomputes import prompt
 
+from canary_adapters.recompute_requests import TEACHING
+
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
 
 OPTIONS = {
@@ -59,6 +61,14 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(plain, launch):
     assert same >= 40
     assert done["cached"] > 200
     assert done["outputs"] == plain.serve(prompts=traffic(), new_tokens=60)["outputs"]
+
+
+@pytest.mark.beyond_ci("canary-vllm's test of the same name")
+def test_so_many_are_computed_again_and_no_more(launch):
+    """A number, in the place of a share: beyond those that teach the noise."""
+    watched = launch({"options": OPTIONS}, **{**ALL, "CANARY_RECOMPUTE": "3"})
+    judged, _ = clean(watched.recompute_traffic(prompts=traffic(), new_tokens=60))
+    assert judged == TEACHING + 3
 
 
 def test_the_overlap_scheduler_is_well(plain, launch):

@@ -59,6 +59,17 @@ def as_asked_for() -> Iterator[None]:
         owner.check_and_update_config = raw
 
 
+def group_of_experts() -> None:
+    """Models of experts can be loaded after others: vLLM makes the group of their ranks when a process loads its first
+    model, if that one has experts, and never later."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        world = parallel_state.get_world_group()
+        ranks = [list(range(world.world_size))]
+        parallel_state._EP = parallel_state.init_model_parallel_group(ranks, world.local_rank, "gloo", group_name="ep")
+
+
 class SmallEngine:
     """``model``: one of `models.MODELS`, or a folder. ``options``: what `vllm.LLM` is given beside `OPTIONS`.
 
@@ -70,6 +81,7 @@ class SmallEngine:
         os.environ.update(ENVIRONMENT)
         from vllm import LLM
 
+        group_of_experts()
         root = Path(tempfile.mkdtemp(prefix="vllm-on-cpu-"))
         with without_llvmlite(), as_asked_for():
             self.llm = LLM(

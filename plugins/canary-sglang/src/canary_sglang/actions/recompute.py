@@ -18,7 +18,6 @@ from canary_adapters import (
     TouchedRequests,
     is_internal,
     model_rounding,
-    needs_share,
     recompute_off,
 )
 from canary_core import Canary, Event, RegionKind, Touch, emit
@@ -48,7 +47,7 @@ class SchedulerRecompute(InternalRequests):
         calls = attended.calls(runner, [canary.regions[group.region] for group in groups])
         self.pairs = RecomputePairs(canary, groups, rounding, lambda: [one.rid for one in self._users()], calls)
         self._touched = _Touches(self._request)
-        self._recomputes = Recomputes(self, self._touched, canary.config.recompute.share)
+        self._recomputes = Recomputes(self, self._touched, canary.config.recompute)
         self._active = bool(canary.config.recompute)
         self._scheduler: Any = None
         self._batch: Any = None
@@ -253,8 +252,6 @@ class SchedulerRecompute(InternalRequests):
             return
         self._told = True
         reason = self._refusal()
-        if reason is None and setting.verdicts:
-            reason = needs_share("SGLang", setting)
         if reason is not None:
             self._recomputes.stop(reason)
             self._canary.tell(recompute_off(reason))

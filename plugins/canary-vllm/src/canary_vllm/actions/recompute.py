@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import IdleWorkers, RecomputePair, SchedulerRequests, needs_share, recompute_off
-from canary_core import CanaryConfig, emit
+from canary_adapters import IdleWorkers, RecomputePair, SchedulerRequests
+from canary_core import CanaryConfig
 from canary_vllm.session import Session
 
 
@@ -14,9 +14,7 @@ def follow(scheduler: Any, config: CanaryConfig) -> SchedulerRequests:
     from vllm.v1.request import RequestStatus
 
     abort = partial(scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
-    if config.recompute.verdicts:
-        emit(recompute_off(needs_share("vLLM", config.recompute)))
-    requests = SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, config.recompute.share)
+    requests = SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, config.recompute)
     requests.polls = config.control == "write"
     return requests
 
