@@ -47,6 +47,8 @@ def test_the_v2_runner_is_guarded(options, regions):
     assert stores["noted"] > 10
     assert stores["found"] == [["BYTES", "POST_FORWARD", 1, "v", stores["position"]]]
     assert told["exchanged"] == [["WRITE_INPUT", "a"], ["WRITE_INPUT", "b"]]
+    looked = [["same", layer, False] for layer in range(2)]
+    assert told["recomputed"] == ({"looked": looked, "trouble": []} if regions == ["full"] else None)
     assert told["states"] == ([["BYTES", 0, "conv", "first"]] if "state" in regions else [])
 
 

@@ -58,7 +58,7 @@ def flip_a_cached_state(engine: Any) -> None:
 
 def main() -> None:
     """Serves without and with Canary, then flips a bit."""
-    from vllm_on_cpu import guarded, models
+    from vllm_on_cpu import guarded, models, verified
     from vllm_on_cpu.engine import SmallEngine
 
     options = {}
@@ -111,10 +111,19 @@ def main() -> None:
             flip_a_cached_state(engine)
         guard.canary.drain()
         states = [[v.kind.name, v.layer, v.half, v.stored_request] for v in guard.findings.violations]
+    recomputed = None
+    if regions == ["full"]:
+        # The pool has no room for a second computation of what others hold.
+        with guarded.guard(engine) as guard:
+            verified.begin(engine, 2, {"asked": verified.prompt("asked", 60)})
+            verdicts = [verified.verify(engine, "asked")[0] for _ in range(2)]
+            verified.finish(engine)
+            looked = [(one.verdict, one.attention.layer, one.attention.differs) for one in verdicts if one.attention]
+            recomputed = {"looked": looked, "trouble": guard.trouble()}
     told = {"runner": type(engine.runner).__mro__[1].__module__, "same": answers == plain, "trouble": trouble}
     told |= {"audits": audits, "forwards": stats["checked_forwards"], "found": found, "tables": tables}
     told |= {"compared": stats["tables_compared"], "exchanged": exchanged, "regions": regions, "states": states}
-    told["stores"] = stores
+    told |= {"stores": stores, "recomputed": recomputed}
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     os._exit(0)
