@@ -32,12 +32,12 @@ OTHER_CALLS = "not all of its tokens came through the engine's function of atten
 @dataclass(frozen=True, slots=True)
 class AttentionCalls:
     """How an engine's layers compute attention. layers: by number; asked for once. method: the owners' method.
-    operands: gives queries, keys, values and output, ``[tokens, heads, dim]`` each, of a call's result and
-    arguments."""
+    operands: gives queries, keys, values and output, ``[tokens, heads, dim]`` each, of a layer's number, a call's
+    result and the call's arguments; nothing for another layer of the same owner, or the reason against a look."""
 
     layers: Callable[[], Mapping[int, AttentionLayer]] = dict
     method: str = ""
-    operands: Callable[..., Sequence[Tensor]] = tuple
+    operands: Callable[..., Sequence[Tensor] | str] = tuple
 
 
 @dataclass(slots=True, eq=False)
@@ -133,18 +133,14 @@ class AttentionWatch:
     def _take(
         self, watched: _Watched, counts: Mapping[str, int], order: Callable[[], Sequence[str]], *call: Any, **more: Any
     ) -> None:
-        queries, keys, values, output = self._calls.operands(*call, **more)
-        names, new = order(), counts[watched.request]
-        if watched.request not in names:
-            watched.doubt = "its rows in the batch are not known"
-        elif len(queries) < sum(counts.values()):
-            watched.doubt = "its batch is computed in parts"
-        elif not {queries.dtype, keys.dtype, values.dtype, output.dtype} <= {*FLOATS}:
-            watched.doubt = f"its attention computes in {queries.dtype} and gives {output.dtype}"
-        elif watched.tokens + new > MOST_TOKENS:
-            watched.doubt = f"requests of more than {MOST_TOKENS} tokens are not looked at"
-        if watched.doubt is not None:
+        given = self._calls.operands(watched.look.layer, *call, **more)
+        if not given:
             return
+        names, new = order(), counts[watched.request]
+        watched.doubt = given if isinstance(given, str) else _doubt(watched, given, names, counts)
+        if isinstance(given, str) or watched.doubt is not None:
+            return
+        queries, keys, values, output = given
         first = sum(counts.get(name, 0) for name in names[: names.index(watched.request)])
         rows, last = slice(first, first + new), slice(first + max(0, new - MOST_QUERIES), first + new)
         try:
@@ -197,3 +193,17 @@ class AttentionWatch:
             output = output.view(*queries.shape[:2], -1)
             look.see(Attended(look.layer, first, queries, keys, values, output, computed_values, computed_keys))
         look.arrived()
+
+
+def _doubt(watched: _Watched, given: Sequence[Tensor], names: Sequence[str], counts: Mapping[str, int]) -> str | None:
+    """Why a call of a layer's attention can't be looked at, None if it can. ``given``: see `AttentionCalls`."""
+    queries, *_, output = given
+    if watched.request not in names:
+        return "its rows in the batch are not known"
+    if len(queries) < sum(counts.values()):
+        return "its batch is computed in parts"
+    if not {tensor.dtype for tensor in given} <= {*FLOATS}:
+        return f"its attention computes in {queries.dtype} and gives {output.dtype}"
+    if watched.tokens + counts[watched.request] > MOST_TOKENS:
+        return f"requests of more than {MOST_TOKENS} tokens are not looked at"
+    return None

@@ -46,6 +46,9 @@ def clean(done):
     assert not [name for name in done["names"] if name.startswith("canary")]
     assert "differs" not in verdicts
     assert all("noise" in reason for reason in reasons), reasons
+    stats = done["stats"]
+    assert (stats["attention_layers"], "attention_differs" in stats, "attention_unjudged" in stats) == (3, False, False)
+    assert stats["attention_looks"] == len(verdicts)
     return len(verdicts), verdicts.count("same")
 
 

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 import torch
 from tools import (
     allocator_misuse,
+    attention_faults,
     bad_copies,
     bit_flips,
     blindness,
@@ -312,6 +313,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         recomputes.recompute_broken,
         recomputes.recompute_aborted,
         recomputes.recompute_parked,
+        attention_faults.attention_verified,
         beside,
         uninstall,
     )

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
+from engines.attention_models import ATTENTION_MODELS
 from engines.cpu_models import CPU_MODELS
 from engines.gpu_models import GPU_MODELS
 from engines.hybrid_models import HYBRID_MODELS
 
-MODELS = {**CPU_MODELS, **HYBRID_MODELS, **GPU_MODELS}
+MODELS = {**CPU_MODELS, **HYBRID_MODELS, **GPU_MODELS, **ATTENTION_MODELS}
 
 
 def write_model(folder: Path, model: str) -> str:

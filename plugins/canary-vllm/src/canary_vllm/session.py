@@ -120,8 +120,8 @@ class Session:
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
         parameters = runner.get_model().named_parameters()
         attended = partial(attention_layers, model.hf_text_config, parameters, owners, given)
-        # Called with a layer, query, key, value and more.
-        calls = AttentionCalls(attended, "forward", lambda _, *given, output, **__: (*given[1:4], output))
+        # Called with a layer, query, key, value and more, behind the layer's number and the result.
+        calls = AttentionCalls(attended, "forward", lambda *given, output, **_: (*given[3:6], output))
         self.recomputed = RecomputePairs(self.canary, self._tokens, rounding, self.requests.blocks.names, calls)
         self.weights = Weights(self.canary, runner, self._patches, self._reloaded)
         quantized = runners.quantized(runner)

@@ -21,7 +21,7 @@ from canary_adapters import (
     recompute_off,
 )
 from canary_core import Canary, Event, RegionKind, Touch, emit
-from canary_sglang.compat import schedulers
+from canary_sglang.compat import attended, schedulers
 
 SPARE = 2
 """An internal request must leave as many tokens free as it takes, and so many pages for each running request."""
@@ -44,7 +44,8 @@ class SchedulerRecompute(InternalRequests):
         groups = [BlockGroup(r.name, 0, 1) for r in regions if r.kind in KINDS and r.tokens_per_slot == 1]
         model = runner.model_config
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
-        self.pairs = RecomputePairs(canary, groups, rounding, lambda: [one.rid for one in self._users()])
+        calls = attended.calls(runner, [canary.regions[group.region] for group in groups])
+        self.pairs = RecomputePairs(canary, groups, rounding, lambda: [one.rid for one in self._users()], calls)
         self._touched = _Touches(self._request)
         self._recomputes = Recomputes(self, self._touched, canary.config.recompute)
         self._active = bool(canary.config.recompute)
@@ -80,11 +81,14 @@ class SchedulerRecompute(InternalRequests):
             yield
             return
         pairs: Sequence[RecomputePair] = ()
+        watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         with self._sheltered():
             self._batch = batch
             pairs = self._recomputes.after(tokens)
             self._leave_queue()
-        yield
+            watched = self._attended(batch)
+        with watched:
+            yield
         self._compare(pairs)
 
     def idle(self, scheduler: Any) -> None:
@@ -163,9 +167,21 @@ class SchedulerRecompute(InternalRequests):
         """Out of the queue, or between two chunks. After the last chunk a request ends anyway."""
         request = self._internal
         if request is not None and request.rid == name:
+            self.pairs.attention.forget(name)
             self._leave_queue()
             if self._scheduler.chunked_req is request:
                 schedulers.drop_chunked(self._scheduler, request)
+
+    def _attended(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+        """Around the run of ``batch``: one layer's attention to an internal request is kept."""
+        internal = self._internal
+        if internal is None or not batch.forward_mode.is_extend() or all(one is not internal for one in batch.reqs):
+            return contextlib.nullcontext()
+        # Requests of users may have one name.
+        names = [internal.rid if one is internal else str(row) for row, one in enumerate(batch.reqs)]
+        begun = [internal.rid] if not batch.prefix_lens[names.index(internal.rid)] else []
+        counts = dict(zip(names, batch.extend_lens, strict=True))
+        return self.pairs.attention.forward(begun, counts, lambda: names)
 
     def _compare(self, pairs: Sequence[RecomputePair]) -> None:
         with self._canary.guard("recompute"), torch.inference_mode():

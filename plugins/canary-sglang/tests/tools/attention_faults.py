@@ -1,0 +1,149 @@
+"""Attention that SGLang computes wrongly in all of its forwards: broken by nothing but SGLang and torch."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tools.inspection import events, findings
+from tools.recomputes import begin, finish, prompt, verify
+
+DECODED = 20
+
+
+def attention_verified(engine: Any, fault: str = "", tokens: int = 90) -> dict[str, Any]:
+    """A request that is computed under a fault of `FAULTS` (none for an empty name) beside another one, and verified as
+    often as there are layers. Gives the answers, findings, and what was told meanwhile; and whether anything of a look
+    is left."""
+    findings(engine)
+    told = len(engine.told.events)
+    name = fault or "clean"
+    with contextlib.nullcontext() if not fault else FAULTS[fault](engine):
+        begin(engine, {"beside": prompt("beside", 40), name: prompt(name, tokens)}, DECODED)
+        answers = [verify(engine, name)[0] for _ in range(engine.runner.model_config.num_hidden_layers)]
+        finish(engine, name, "beside")
+    done = findings(engine)
+    left = "forward" in vars(engine.runner.attn_backend)
+    return {"answers": answers, "events": events(engine)[told:], "left": left, **done}
+
+
+def layers(engine: Any) -> list[Any]:
+    """SGLang's own, in order."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [module for module in engine.runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+@contextlib.contextmanager
+def _scale(engine: Any) -> Iterator[None]:
+    """Two per cent too large, in layer 1."""
+    layer = layers(engine)[1]
+    layer.scaling *= 1.02
+    try:
+        yield
+    finally:
+        layer.scaling /= 1.02
+
+
+@contextlib.contextmanager
+def _all_scales(engine: Any) -> Iterator[None]:
+    """Two per cent too large, in all layers."""
+    with _replaced(engine.runner.attn_backend, forward=_rescaled(engine.runner.attn_backend)):
+        yield
+
+
+def _rescaled(backend: Any) -> Callable[..., Any]:
+    def forward(q: Any, *args: Any, **kwargs: Any) -> Any:
+        return type(backend).forward(backend, q * 1.02, *args, **kwargs)
+
+    return forward
+
+
+@contextlib.contextmanager
+def _window(engine: Any) -> Iterator[None]:
+    """One token shorter than the configuration says."""
+    windowed = [layer for layer in layers(engine) if layer.sliding_window_size > 0]
+    for layer in windowed:
+        layer.sliding_window_size -= 1
+    try:
+        yield
+    finally:
+        for layer in windowed:
+            layer.sliding_window_size += 1
+
+
+@contextlib.contextmanager
+def _replaced(pool: Any, **wrong: Callable[..., Any]) -> Iterator[None]:
+    for name, function in wrong.items():
+        setattr(pool, name, function)
+    try:
+        yield
+    finally:
+        for name in wrong:
+            delattr(pool, name)
+
+
+def _head(engine: Any) -> contextlib.AbstractContextManager[None]:
+    """Each group of heads reads the other group's keys and values."""
+    pool = engine.runner.token_to_kv_pool
+    keys, values = pool.get_key_buffer, pool.get_value_buffer
+    return _replaced(
+        pool,
+        get_key_buffer=lambda layer: keys(layer).flip(1),
+        get_value_buffer=lambda layer: values(layer).flip(1),
+    )
+
+
+def _values(engine: Any) -> contextlib.AbstractContextManager[None]:
+    """K and V are exchanged when they are stored."""
+    pool = engine.runner.token_to_kv_pool
+    right = pool.set_kv_buffer
+    return _replaced(pool, set_kv_buffer=lambda layer, loc, k, v, *rest: right(layer, loc, v, k, *rest))
+
+
+@contextlib.contextmanager
+def _graph(engine: Any) -> Iterator[None]:
+    """Attention is computed without a call of the backend's own method, as where a graph is replayed."""
+    for layer in layers(engine):
+
+        def forward(q: Any, k: Any, v: Any, batch: Any, *rest: Any, layer: Any = layer, **more: Any) -> Any:
+            backend = engine.runner.attn_backend
+            k, v = (t.view(-1, layer.tp_k_head_num, layer.head_dim) for t in (k, v))
+            return type(backend).forward(backend, q, k, v, layer, batch, *rest, **more)
+
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer in layers(engine):
+            del layer.forward
+
+
+@contextlib.contextmanager
+def _stored_before(engine: Any) -> Iterator[None]:
+    """A kernel of the rotation stores K and V, and attention does not."""
+    for layer in layers(engine):
+
+        def forward(q: Any, k: Any, v: Any, batch: Any, *rest: Any, layer: Any = layer, **more: Any) -> Any:
+            backend = engine.runner.attn_backend
+            heads = (t.view(-1, layer.tp_k_head_num, layer.head_dim) for t in (k, v))
+            backend.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, *heads)
+            return type(layer).forward(layer, q, k, v, batch, save_kv_cache=False)
+
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer in layers(engine):
+            del layer.forward
+
+
+FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] = {
+    "scale": _scale,
+    "window": _window,
+    "head": _head,
+    "values": _values,
+    "all_scales": _all_scales,
+    "graph": _graph,
+    "stored_before": _stored_before,
+}
+"""By the name of the deviation; the last ones break nothing, and leave nothing to look at."""
