@@ -89,7 +89,7 @@ class SchedulerRecompute(InternalRequests):
             if self._messages is None and self._prefixes is not None:
                 self._messages = HeldMessages(scheduler, self._leave)
             self._recomputes.before()
-            if self._prefixes is not None and scheduler.is_fully_idle():
+            if self._prefixes is not None and schedulers.is_idle(scheduler):
                 self._recomputes.idle()
             self._go_on()
 

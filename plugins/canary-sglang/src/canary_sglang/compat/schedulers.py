@@ -249,6 +249,12 @@ def released(scheduler: Any, request: Any) -> None:
         release(request)
 
 
+def is_idle(scheduler: Any) -> bool:
+    """Whether the scheduler serves nobody, and has no result of a forward to process."""
+    loops = not scheduler.enable_overlap or hasattr(scheduler, "result_queue")
+    return loops and bool(scheduler.is_fully_idle())
+
+
 def is_done_with(scheduler: Any, request: Any) -> bool:
     """Whether nothing of a scheduler names an ended internal ``request`` any more, so that it is as idle as without."""
     last = scheduler.last_batch
