@@ -245,6 +245,62 @@ def parked_traffic(engine: Any, prompts: list[list[int]], rounds: int = 3) -> di
     return {**done, "answers": answers, "in_flight": recomputes._one is not None, **findings(engine)}
 
 
+def parked_flush_overlapped(engine: Any, name: str, tokens: int) -> dict[str, Any]:
+    """Serves a request through the event loop of the overlap scheduler. Once the forward of a proof is under way, a
+    client has the cache flushed, and sends another request behind. Gives the answer to the flush, the number of turns
+    until then, and how many tokens the requests got."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    scheduler, answers = engine.scheduler, []
+    channel = scheduler.ipc_channels.send_to_tokenizer
+    right = channel.send_output
+    requests = [engine.submit(prompt(name, tokens), 8, name)]
+    sent, turns = 0, 0
+
+    def tell(output: Any, *args: Any, **kwargs: Any) -> None:
+        if type(output).__name__ == "FlushCacheReqOutput":
+            answers.append((bool(output.success), turns - sent))
+        else:
+            right(output, *args, **kwargs)
+
+    def ingest(*args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal sent, turns
+        turns += 1
+        proves = any(one.rid.startswith("canary") for batch, _ in scheduler.result_queue for one in batch.reqs)
+        messages = [FlushCacheReqInput()] if proves and not sent else []
+        sent = sent or (turns if messages else 0)
+        scheduler.process_input_requests(messages)
+        if answers and len(requests) == 1:
+            requests.append(engine.submit(prompt("behind", 30), 4, "behind"))
+        if turns > PATIENCE or (len(requests) == 2 and all(one.finished() for one in requests)):
+            raise Served
+        return messages
+
+    engine.session.recompute._recomputes._rest_until = 0.0
+    channel.send_output = tell
+    try:
+        with contextlib.suppress(Served):
+            loop(scheduler, ingest)
+    finally:
+        channel.send_output = right
+    return {"flushes": answers, "outputs": [len(one.output_ids) for one in requests], **findings(engine)}
+
+
+def parked_left_out(engine: Any) -> dict[str, Any]:
+    """A request with embeddings, two with an adapter's name, and what Canary says of them."""
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+
+    rows = torch.randn(4, engine.runner.model_config.hf_config.hidden_size)
+    given = PositionalEmbeds(embeds=rows, positions=[8, 9, 10, 11])
+    begin(engine, {"adapted": prompt("adapted", 40), "adapted too": prompt("adapted too", 40)}, 2)
+    for request in engine.requests[-2:]:
+        request.lora_id = "adapter"
+    finish(engine, "adapted", "adapted too")
+    parked_prompt(engine, "embedded", prompt("embedded", 40), positional_embed_overrides=given)
+    told = [event.fields for event in engine.told.events if event.name == "parked_left_out"]
+    return {"told": told, **parked_verify(engine, names=["adapted", "embedded"])}
+
+
 def parked_command(engine: Any, arguments: list[str]) -> dict[str, Any]:
     """``canary ctl verify`` as a user types it, in a process of its own. The engine goes through its loop while it is
     asked: else its requests would end before."""
@@ -282,6 +338,6 @@ def _slots(engine: Any, name: str) -> torch.Tensor:
 COMMANDS = (
     parked_serve, parked_prompt, parked_verify, parked_asked, parked_teach, parked_weight, parked_scale, parked_evict,
     parked_left, parked_known, parked_reused, parked_tree, parked_drain, parked_idle, parked_gives_way, parked_traffic,
-    parked_command, parked_begin, parked_finish,
+    parked_flush_overlapped, parked_left_out, parked_command, parked_begin, parked_finish,
 )  # fmt: skip
 """For `engines.driver`."""
