@@ -241,7 +241,7 @@ class Recomputes:
         return self.missed()
 
     def give_way(self) -> None:
-        """Somebody comes whom the present internal request would keep waiting: it ends. Whoever asked waits on."""
+        """Ends the present internal request, for somebody who comes. Whoever asked waits on."""
         self._give_way()
 
     def missed(self) -> list[RecomputePair]:
@@ -289,7 +289,7 @@ class Recomputes:
         return set() if self._one is None else {self._one.name}
 
     def _rest(self) -> None:
-        """After the end of what an idle engine has begun, as long as the share says; batches of others don't count."""
+        """After a proof in an idle engine, as long as the share says; time of other batches does not count."""
         if self._idle_since is not None and self._one is None:
             spent = self._clock() - self._idle_since
             self._rest_until = self._clock() + max(REST_S, spent * (1 / self._share - 1) if self._share else 0.0)

@@ -214,6 +214,8 @@ def test_an_idle_engine_proves_prefixes_in_turn_and_leaves_the_cache_as_it_was(p
     done = proving.parked_idle(turns=1600, seconds=1.0)
     assert 2 <= len(done["answers"]) <= 9
     assert told(done) == []
+    # The time of requests served meanwhile does not.
+    assert proving.parked_rests(name="served", seconds=100.0) < 1
 
 
 def test_an_idle_engine_gives_way_to_requests_and_to_messages_that_take_an_idle_one(proving):

@@ -163,6 +163,23 @@ def parked_idle(engine: Any, turns: int, seconds: float, share: float | None = N
     return {"answers": answers, "free": int(allocator.available_size()), **findings(engine)}
 
 
+def parked_rests(engine: Any, name: str, seconds: float) -> float:
+    """After a proof of a second by the clock of the recomputes a request is served, each step of which takes so long.
+    Gives the seconds from then on until the next proof may begin."""
+    recomputes = engine.session.recompute._recomputes
+    recomputes._rest_until = 0.0
+    while recomputes._idle_since is None:
+        engine.step()
+    engine.now += 1.0
+    request = engine.submit(prompt(name, 40), 8, name)
+    while not request.finished():
+        engine.step()
+        engine.now += seconds
+    for _ in range(2):
+        engine.step()
+    return float(recomputes._rest_until - engine.now)
+
+
 def parked_gives_way(engine: Any, what: str, name: str | None = None) -> dict[str, Any]:
     """An idle engine proves a prefix of several chunks, or one that is asked for, and in the middle there comes
     a request (``user``) or a message that takes an idle engine (``flush``), or the prefix is evicted
@@ -337,7 +354,7 @@ def _slots(engine: Any, name: str) -> torch.Tensor:
 
 COMMANDS = (
     parked_serve, parked_prompt, parked_verify, parked_asked, parked_teach, parked_weight, parked_scale, parked_evict,
-    parked_left, parked_known, parked_reused, parked_tree, parked_drain, parked_idle, parked_gives_way, parked_traffic,
+    parked_left, parked_known, parked_reused, parked_tree, parked_drain, parked_idle, parked_rests, parked_gives_way, parked_traffic,
     parked_flush_overlapped, parked_left_out, parked_command, parked_begin, parked_finish,
 )  # fmt: skip
 """For `engines.driver`."""

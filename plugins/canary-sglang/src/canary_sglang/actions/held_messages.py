@@ -1,4 +1,4 @@
-"""`HeldMessages`: what comes to SGLang's scheduler finds it without an internal request."""
+"""`HeldMessages`: messages to SGLang's scheduler, handled without an internal request in the way."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ SERVED = frozenset({"TokenizedGenerateReqInput", "BatchTokenizedGenerateReqInput
 
 
 class HeldMessages:
-    """Before ``scheduler`` handles messages of its clients, ``leave`` is called: it has the present internal request
-    end, and returns whether the scheduler is done with it. If not, messages are handled one turn of the scheduler's
-    loop later, in their order: to flush its cache, to change weights or to sleep, an engine must be idle, and can fail
-    where it isn't. Requests to serve never wait, unless behind such a message.
+    """Calls ``leave`` before ``scheduler`` handles messages of clients: the present internal request ends. Returned is
+    whether the scheduler is done with the request. If not, all messages are handled one turn of the scheduler's loop
+    later, in order: to flush the cache, to change weights or to sleep, an engine must be idle, and can fail otherwise.
+    Requests to serve never wait, unless behind such a message.
     """
 
     def __init__(self, scheduler: Any, leave: Callable[[], bool]) -> None:

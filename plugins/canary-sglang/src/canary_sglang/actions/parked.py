@@ -1,4 +1,4 @@
-"""`RadixPrefixes`: what ended requests leave in SGLang's radix cache, remembered to be computed again."""
+"""`RadixPrefixes`: KV of ended requests in SGLang's radix cache, remembered to be computed again."""
 
 from array import array
 from collections.abc import Callable
@@ -20,8 +20,8 @@ NONE = array("q")
 @dataclass(slots=True, eq=False, kw_only=True)
 class RadixPrefix(ParkedPrefix):
     """Takes the place of SGLang's own request in the making of an internal one. content: int64 ids of whole pages.
-    cache: the prefix cache, which is asked anew each time, without a lock and without a change to what it evicts
-    first. extra_key, cache_salt: as in the request's key there."""
+    cache: the prefix cache, asked anew each time, without a lock and without a change to the order of eviction.
+    extra_key, cache_salt: as in the request's key there."""
 
     cache: Any
     extra_key: str | None = None
@@ -36,20 +36,20 @@ class RadixPrefix(ParkedPrefix):
         return self.content
 
     def left(self) -> int:
-        """See `ParkedPrefix`. Slots may be others than those of the request: whoever wrote them, the next hit reads
-        them."""
+        """See `ParkedPrefix`. Slots may be others than those of the request, written by another one with the same
+        tokens: the next hit reads the present ones."""
         return caches.matched(self.cache, self.content, self.extra_key, self.cache_salt)[0]
 
     def blocks(self) -> list[Tensor]:
-        """Slots by position, as the engine's tables number them, in the place of blocks; no more than are left."""
+        """Slots by position, numbered as in the engine's tables, in the place of blocks; no more than are left."""
         return [caches.matched_slots(self.cache, self.content, self.extra_key, self.cache_salt)]
 
 
 class RadixPrefixes:
-    """Follows what the ``cache`` of a scheduler takes from ended requests, until `close`.
+    """Follows the KV taken by the ``cache`` of a scheduler from ended requests, until `close`.
 
-    ``tokens``: size of the pool. ``why_not``: why a request can't be computed again, None where it can. ``touches``:
-    what came from elsewhere in a request. ``sheltered``: a context for what is not the engine's.
+    ``tokens``: size of the pool. ``why_not``: reason against a second computation of a request, None for none.
+    ``touches``: those of a request. ``sheltered``: a context for code that is not the engine's.
     """
 
     def __init__(

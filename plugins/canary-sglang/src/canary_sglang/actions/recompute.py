@@ -36,8 +36,8 @@ class SchedulerRecompute(InternalRequests):
     """The recomputes of one scheduler, in the scheduler's process. Nothing happens before the first call of `ask` of
     `pairs`, unless ``CANARY_RECOMPUTE`` is a share.
 
-    With that share, or with ``CANARY_CONTROL=write``, what ended requests leave in the prefix cache is remembered, too.
-    With the share an idle scheduler computes it again.
+    With a share, or with ``CANARY_CONTROL=write``, prefixes left by ended requests in the prefix cache are remembered,
+    too. With a share an idle scheduler computes them again.
 
     `turn` belongs before the making of a batch, `made` around the run of a batch, `idle` in a turn without a batch.
     ``runner``: the `ModelRunner` of the served model. ``paged``: regions numbered by the engine's slot table.
@@ -155,7 +155,7 @@ class SchedulerRecompute(InternalRequests):
         return scheduler.req_to_token_pool.available_size() > 1 and SPARE * tokens + spare <= free
 
     def spare(self, request: str) -> bool:
-        """See `InternalRequests`. SGLang evicts nothing where so many slots are free."""
+        """See `InternalRequests`. With so many free slots SGLang evicts nothing."""
         scheduler, target = self._scheduler, self.find(request)
         if self._others_wait() or scheduler.chunked_req is not None or target is None:
             return False
@@ -258,7 +258,8 @@ class SchedulerRecompute(InternalRequests):
         )
 
     def _leave(self) -> bool:
-        """Ends the present internal request. Returns whether the scheduler is done with it, or serves others beside."""
+        """Ends the present internal request. Returns whether the scheduler is done with the request, or serves others
+        beside."""
         internal, scheduler = self._internal, self._scheduler
         with self._sheltered():
             if internal is not None and not self._users():
@@ -267,7 +268,7 @@ class SchedulerRecompute(InternalRequests):
         return True
 
     def _remember(self, scheduler: Any) -> None:
-        """From now on what ended requests leave in the scheduler's cache is remembered, or the reason why it isn't."""
+        """Begins to remember the prefixes in the scheduler's cache, or tells the reason for not doing so."""
         self._forget()
         self._cache = cache = scheduler.tree_cache
         with self._sheltered():

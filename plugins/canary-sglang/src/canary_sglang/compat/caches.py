@@ -48,7 +48,7 @@ def parking_refusal(runner: Any) -> str | None:
 
 
 def lookup_refusal(cache: Any) -> str | None:
-    """Why the cache's slots of a prefix can't be looked up without a change to the cache, None if they can."""
+    """Why slots of a prefix can't be looked up without a change to the cache, None if possible."""
     if getattr(cache, "disable", False):
         return "the engine has no prefix cache"
     if type(cache).__name__ != "UnifiedRadixCache":
@@ -62,8 +62,8 @@ def lookup_refusal(cache: Any) -> str | None:
 
 
 def matched(cache: Any, tokens: Any, extra_key: str | None, cache_salt: str | None) -> tuple[int, Any]:
-    """How many of ``tokens``, int64 array, from the first on the cache has on the device in whole pages, and its lowest
-    node of these. For a cache without a `lookup_refusal`; changes nothing there, neither locks nor times."""
+    """Number of ``tokens``, int64 array, from the first on, in whole pages of the cache on the device, and their lowest
+    node. For a cache without a `lookup_refusal`; changes nothing there, neither locks nor times."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     key = RadixKey(tokens, extra_key, cache_salt=cache_salt)
@@ -72,7 +72,7 @@ def matched(cache: Any, tokens: Any, extra_key: str | None, cache_salt: str | No
 
 
 def matched_slots(cache: Any, tokens: Any, extra_key: str | None, cache_salt: str | None) -> torch.Tensor:
-    """Slots of the full pool for the tokens that `matched` counts, int64 on the pool's device."""
+    """Slots of the full pool for the tokens counted by `matched`, int64 on the pool's device."""
     length, node = matched(cache, tokens, extra_key, cache_salt)
     root = cache.root_node_handle()
     # The lowest node may have more tokens than match.

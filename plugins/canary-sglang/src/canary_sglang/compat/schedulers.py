@@ -256,7 +256,7 @@ def is_idle(scheduler: Any) -> bool:
 
 
 def is_done_with(scheduler: Any, request: Any) -> bool:
-    """Whether nothing of a scheduler names an ended internal ``request`` any more, so that it is as idle as without."""
+    """Whether no batch and no result of a scheduler has an ended internal ``request`` any more."""
     last = scheduler.last_batch
     if any(one is request for batch, *_ in getattr(scheduler, "result_queue", ()) for one in batch.reqs):
         return False
