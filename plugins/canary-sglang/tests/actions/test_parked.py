@@ -243,6 +243,17 @@ def test_an_idle_engine_evicts_nothing_to_prove_something(proving):
     assert verdicts(proving.parked_verify(names=["full 5"])) == [("full 5", "same", 307)]
 
 
+def test_what_somebody_has_asked_for_may_evict_even_itself(proving):
+    """With its first chunk, which is not written to slots that were given back before."""
+    free = proving.parked_idle(turns=1, seconds=0.2, share=0.0)["free"]
+    proving.parked_serve(lengths={"filler": free - 40})
+    left = proving.parked_left()
+    oldest = next(name for name in left if left[name] >= 150)
+    done = proving.parked_verify(names=[oldest])
+    assert verdicts(done) == [(oldest, "gone", 0)]
+    assert told(done) == []
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlap"])
 def test_clean_traffic_is_well_and_answers_and_evictions_stay_the_same(plain, launch, overlap):
     """Requests that share prefixes, and are computed again whenever nobody is served."""

@@ -354,7 +354,7 @@ def _slots(engine: Any, name: str) -> torch.Tensor:
 
 COMMANDS = (
     parked_serve, parked_prompt, parked_verify, parked_asked, parked_teach, parked_weight, parked_scale, parked_evict,
-    parked_left, parked_known, parked_reused, parked_tree, parked_drain, parked_idle, parked_rests, parked_gives_way, parked_traffic,
-    parked_flush_overlapped, parked_left_out, parked_command, parked_begin, parked_finish,
+    parked_left, parked_known, parked_reused, parked_tree, parked_drain, parked_idle, parked_rests, parked_gives_way,
+    parked_traffic, parked_flush_overlapped, parked_left_out, parked_command, parked_begin, parked_finish,
 )  # fmt: skip
 """For `engines.driver`."""

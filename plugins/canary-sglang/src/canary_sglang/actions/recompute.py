@@ -63,6 +63,7 @@ class SchedulerRecompute(InternalRequests):
         self._batch: Any = None
         self._target: Any = None
         self._internal: Any = None
+        self._making = self._drop_late = False
         self._told = False
 
     def turn(self, scheduler: Any) -> None:
@@ -81,6 +82,7 @@ class SchedulerRecompute(InternalRequests):
         if not (wanted or self._active):
             return
         self._active = True
+        self._drop()
         for request in wanted:
             self._recomputes.want(request)
         with self._sheltered():
@@ -101,11 +103,13 @@ class SchedulerRecompute(InternalRequests):
             yield
             return
         pairs: Sequence[RecomputePair] = ()
+        self._making = True
         with self._sheltered():
             self._batch = batch
             pairs = self._recomputes.after(tokens)
             self._leave_queue()
         yield
+        self._making = False
         self._compare(pairs)
 
     def idle(self, scheduler: Any) -> None:
@@ -203,8 +207,16 @@ class SchedulerRecompute(InternalRequests):
         request = self._internal
         if request is not None and request.rid == name:
             self._leave_queue()
-            if self._scheduler.chunked_req is request:
-                schedulers.drop_chunked(self._scheduler, request)
+            # In a batch made but not run yet its slots are still to be written.
+            self._drop_late = True
+            if not self._making:
+                self._drop()
+
+    def _drop(self) -> None:
+        """Ends the internal request between two chunks, if `end` has asked for that."""
+        request, late, self._drop_late = self._internal, self._drop_late, False
+        if late and self._scheduler.chunked_req is request:
+            schedulers.drop_chunked(self._scheduler, request)
 
     def _compare(self, pairs: Sequence[RecomputePair]) -> None:
         with self._canary.guard("recompute"), torch.inference_mode():
@@ -263,6 +275,7 @@ class SchedulerRecompute(InternalRequests):
         internal, scheduler = self._internal, self._scheduler
         with self._sheltered():
             if internal is not None and not self._users():
+                self._drop()
                 self._recomputes.give_way()
                 return schedulers.is_done_with(scheduler, internal)
         return True
