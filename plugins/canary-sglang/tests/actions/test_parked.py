@@ -243,14 +243,11 @@ def test_an_idle_engine_evicts_nothing_to_prove_something(proving):
     assert verdicts(proving.parked_verify(names=["full 5"])) == [("full 5", "same", 307)]
 
 
-def test_what_somebody_has_asked_for_may_evict_even_itself(proving):
-    """With its first chunk, which is not written to slots that were given back before."""
-    free = proving.parked_idle(turns=1, seconds=0.2, share=0.0)["free"]
-    proving.parked_serve(lengths={"filler": free - 40})
-    left = proving.parked_left()
-    oldest = next(name for name in left if left[name] >= 150)
-    done = proving.parked_verify(names=[oldest])
-    assert verdicts(done) == [(oldest, "gone", 0)]
+def test_a_prefix_that_the_making_of_a_batch_evicts_is_gone(proving):
+    """With a chunk of its own in that batch, the forward of which does not write to slots that were given back."""
+    proving.parked_serve(lengths={"makes": 300})
+    done = proving.parked_gives_way(what="making", name="makes")
+    assert (done["answer"]["verdict"], done["answer"]["tokens"], done["leaked"]) == ("gone", 0, 0)
     assert told(done) == []
 
 

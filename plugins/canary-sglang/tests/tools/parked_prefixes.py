@@ -2,6 +2,7 @@
 pool."""
 
 import contextlib
+import functools
 import subprocess
 import sys
 import time
@@ -183,12 +184,14 @@ def parked_rests(engine: Any, name: str, seconds: float) -> float:
 def parked_gives_way(engine: Any, what: str, name: str | None = None) -> dict[str, Any]:
     """An idle engine proves a prefix of several chunks, or one that is asked for, and in the middle there comes
     a request (``user``) or a message that takes an idle engine (``flush``), or the prefix is evicted
-    (``evict``). Gives the steps until that was done."""
+    (``evict``), or that by the making of a batch with a chunk of the proof (``making``)."""
     session, scheduler = engine.session, engine.scheduler
     asked = None if name is None else session.canary.verifier.ask(name, parked=True)
     session.recompute._recomputes._rest_until = 0.0
     steps = 0
-    while not (scheduler.chunked_req and scheduler.chunked_req.rid.startswith("canary-recompute")):
+    if what == "making":
+        _evict_once_made(engine)
+    while not _in_the_middle(scheduler):
         engine.step()
         steps += 1
         if steps > 20:
@@ -221,6 +224,26 @@ def parked_gives_way(engine: Any, what: str, name: str | None = None) -> dict[st
     allocator = scheduler.token_to_kv_pool_allocator
     total = allocator.available_size() + scheduler.tree_cache.evictable_size()
     return {**done, "leaked": int(allocator.size - total), **findings(engine)}
+
+
+def _in_the_middle(scheduler: Any) -> bool:
+    return bool(scheduler.chunked_req) and scheduler.chunked_req.rid.startswith("canary-recompute")
+
+
+def _evict_once_made(engine: Any) -> None:
+    """The next batch with a chunk of an internal request evicts all that no request has."""
+    scheduler = engine.scheduler
+    usual = scheduler.get_next_batch_to_run
+
+    @functools.wraps(usual)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = usual(*args, **kwargs)
+        if _in_the_middle(scheduler):
+            del scheduler.get_next_batch_to_run
+            parked_evict(engine, 1 << 20)
+        return made
+
+    scheduler.get_next_batch_to_run = make
 
 
 def parked_traffic(engine: Any, prompts: list[list[int]], rounds: int = 3) -> dict[str, Any]:
