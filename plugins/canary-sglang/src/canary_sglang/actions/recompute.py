@@ -82,10 +82,10 @@ class SchedulerRecompute(InternalRequests):
         if not (wanted or self._active):
             return
         self._active = True
-        self._drop()
         for request in wanted:
             self._recomputes.want(request)
         with self._sheltered():
+            self._drop()
             self._look_at_settings()
             self._batch = None
             if self._messages is None and self._prefixes is not None:
@@ -125,6 +125,7 @@ class SchedulerRecompute(InternalRequests):
     def close(self) -> None:
         """Ends the present internal request. Open calls of `ask` fail."""
         with self._sheltered():
+            self._drop()
             self._recomputes.close()
         self._active = False
         self._forget()
