@@ -221,7 +221,7 @@ class Recomputes:
     def after(self, tokens: int) -> list[RecomputePair]:
         """The scheduler has made a batch of ``tokens`` tokens; gives the messages to send along."""
         self._step += 1
-        if tokens:
+        if tokens and self._one is None:
             self._rest()
         if self._share:
             self._credit = min(self._credit + self._share * tokens, 0.0)
@@ -290,7 +290,7 @@ class Recomputes:
 
     def _rest(self) -> None:
         """After a proof in an idle engine, as long as the share says; time of other batches does not count."""
-        if self._idle_since is not None and self._one is None:
+        if self._idle_since is not None:
             spent = self._clock() - self._idle_since
             self._rest_until = self._clock() + max(REST_S, spent * (1 / self._share - 1) if self._share else 0.0)
             self._idle_since = None
