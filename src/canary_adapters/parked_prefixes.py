@@ -19,6 +19,9 @@ PARKED = "canary-parked-"
 ALL_PARKED = "canary-all-parked"
 """The prefixes of all remembered requests."""
 
+REMEMBERED = 2
+"""Remembered tokens of ended requests for each token of the prefix cache: prefixes are shared."""
+
 ENTRY_TOKENS = 64
 """Share of the bound for one request, beside its tokens."""
 
@@ -71,6 +74,11 @@ class ParkedPrefixes:
         self._full = False
         self._counts: Counter[str] = Counter()
 
+    @classmethod
+    def of_cache(cls, tokens: int) -> "ParkedPrefixes":
+        """For a prefix cache with room for so many tokens: `REMEMBERED` times as many."""
+        return cls(REMEMBERED * tokens)
+
     def add(self, prefix: ParkedPrefix) -> None:
         """A request has ended. An older one of the same name is forgotten."""
         self._drop(prefix.name)
@@ -114,6 +122,8 @@ class ParkedPrefixes:
 
     def counted(self) -> dict[str, int]:
         """By counter of `Canary.stats`, since the last call."""
+        if not self._counts:
+            return {}
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 

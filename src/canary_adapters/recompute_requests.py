@@ -108,6 +108,12 @@ class InternalRequests(ABC):
 
     parked: ParkedPrefixes | str = "of this engine Canary remembers running requests only"
 
+    def prefix(self, name: str) -> ParkedPrefix | None:
+        """A remembered prefix by `PARKED` and the request's name; None for any other name."""
+        if isinstance(self.parked, str) or not name.startswith(PARKED):
+            return None
+        return self.parked.get(name.removeprefix(PARKED))
+
     @abstractmethod
     def running(self) -> Sequence[Running]:
         """Requests of users with KV."""
@@ -214,6 +220,8 @@ class Recomputes:
     def after(self, tokens: int) -> list[RecomputePair]:
         """The scheduler has made a batch of ``tokens`` tokens; gives the messages to send along."""
         self._step += 1
+        if tokens and self._one is None:
+            self._rest()
         if self._share:
             self._credit = min(self._credit + self._share * tokens, 0.0)
         if self.live:
@@ -232,6 +240,10 @@ class Recomputes:
             one.waited = True
         return self.missed()
 
+    def give_way(self) -> None:
+        """Ends the present internal request, for somebody who comes. Whoever asked waits on."""
+        self._give_way()
+
     def missed(self) -> list[RecomputePair]:
         """The messages to send along since the last call."""
         missed, self._missed = self._missed, []
@@ -240,10 +252,7 @@ class Recomputes:
     def idle(self) -> float | None:
         """The scheduler has nothing to do. Begins a wanted request, or a parked prefix. Returns the seconds until the
         next call, None for never."""
-        if self._idle_since is not None:
-            spent = self._clock() - self._idle_since
-            self._rest_until = self._clock() + max(REST_S, spent * (1 / self._share - 1) if self._share else 0.0)
-            self._idle_since = None
+        self._rest()
         self._begin_wanted()
         while self._one is None and self._wanted:
             self._missed.append(RecomputePair(self._wanted.popleft(), why="it is too long for the room", asked=True))
@@ -255,6 +264,7 @@ class Recomputes:
         if rest > 0:
             return rest
         chosen = self._least_proven(parked)
+        self._rest_until = self._clock() + REST_S
         if chosen is not None:
             self._idle_since = self._clock()
             self._begin(f"{PARKED}{chosen.name}", asked=False)
@@ -277,6 +287,13 @@ class Recomputes:
     @property
     def _current(self) -> set[str]:
         return set() if self._one is None else {self._one.name}
+
+    def _rest(self) -> None:
+        """After a proof in an idle engine, as long as the share says; time of other batches does not count."""
+        if self._idle_since is not None:
+            spent = self._clock() - self._idle_since
+            self._rest_until = self._clock() + max(REST_S, spent * (1 / self._share - 1) if self._share else 0.0)
+            self._idle_since = None
 
     def _choice(self) -> Running | None:
         running = self._engine.running()
@@ -319,11 +336,13 @@ class Recomputes:
 
     def _least_proven(self, parked: ParkedPrefixes) -> ParkedPrefix | None:
         """Of prefixes with enough left and without need for the eviction of another one."""
-        left = [prefix for prefix in parked.by_proof() if prefix.left() >= LEAST_TOKENS]
-        for prefix in left:
-            if self._engine.spare(f"{PARKED}{prefix.name}"):
-                return prefix
-        if left:
+        crowded = False
+        for prefix in parked.by_proof():
+            if prefix.left() >= LEAST_TOKENS:
+                if self._engine.spare(f"{PARKED}{prefix.name}"):
+                    return prefix
+                crowded = True
+        if crowded:
             parked.count("parked_no_room")
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from canary_adapters.marked_outputs import WANTED
 from canary_adapters.parked_blocks import BlockPrefix, free_blocks
-from canary_adapters.parked_prefixes import PARKED, GroupBlocks, ParkedPrefix, ParkedPrefixes
+from canary_adapters.parked_prefixes import GroupBlocks, ParkedPrefixes
 from canary_adapters.recompute_pairs import RecomputePairs
 from canary_adapters.recompute_requests import (
     InternalRequests,
@@ -28,9 +28,6 @@ PAIRS = "canary_recompute"
 
 COUNTED = "canary_counted"
 """Attribute of the scheduler's output with counts for `Canary.stats`, by name."""
-
-REMEMBERED = 2
-"""Remembered tokens of ended requests for each token of the prefix cache: prefixes are shared."""
 
 POLL_S = 1.0
 """Time between two looks of an idle engine at workers of other processes."""
@@ -95,7 +92,7 @@ class SchedulerRequests(InternalRequests):
         self._block_sizes = [int(group.kv_cache_spec.block_size) for group in groups]
         pool = self._manager.block_pool
         if pool.enable_caching:
-            self.parked = ParkedPrefixes(REMEMBERED * int(pool.num_gpu_blocks) * max(self._block_sizes))
+            self.parked = ParkedPrefixes.of_cache(int(pool.num_gpu_blocks) * max(self._block_sizes))
             self._parks.wrap(self._manager, "free", self._frees)
         else:
             self.parked = "the engine has no prefix cache"
@@ -158,7 +155,7 @@ class SchedulerRequests(InternalRequests):
 
     def find(self, name: str) -> Running | None:
         """See `InternalRequests`."""
-        prefix = self._prefix(name)
+        prefix = self.prefix(name)
         if prefix is not None:
             return Running(name, prefix.left(), 0, prefix.number)
         request = self._scheduler.requests.get(name)
@@ -178,7 +175,7 @@ class SchedulerRequests(InternalRequests):
 
     def begin(self, name: str, request: str, tokens: int) -> str | None:
         """See `InternalRequests`."""
-        prefix = self._prefix(request)
+        prefix = self.prefix(request)
         if prefix is not None:
             self._scheduler.add_request(self._make(name, prefix, tokens))
             return None
@@ -201,7 +198,7 @@ class SchedulerRequests(InternalRequests):
 
     def blocks(self, name: str) -> GroupBlocks:
         """See `InternalRequests`."""
-        prefix = self._prefix(name)
+        prefix = self.prefix(name)
         held: GroupBlocks = self._manager.get_block_ids(name) if prefix is None else prefix.blocks()
         return held
 
@@ -247,11 +244,6 @@ class SchedulerRequests(InternalRequests):
             return None if request.request_id in self._recomputes.live else original(request, *args, **kwargs)
 
         return cache
-
-    def _prefix(self, name: str) -> ParkedPrefix | None:
-        if isinstance(self.parked, str) or not name.startswith(PARKED):
-            return None
-        return self.parked.get(name.removeprefix(PARKED))
 
     def _frees(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def free(request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -126,12 +126,3 @@ def test_the_end_of_canary_ends_an_internal_request(launch):
     assert not done["closed"]
     assert not done["leaked"]
     assert not [name for name in done["names"] if name.startswith("canary")]
-
-
-def test_what_ended_requests_left_is_not_remembered_and_that_is_said(launch):
-    """Of one it is the reason without a verdict, of all an error."""
-    one, every = launch({"options": OPTIONS}, **BYTES_OFF).recompute_parked()["answers"]
-    assert (one["request"], one["verdict"], one["parked"]) == ("ended", "unjudged", True)
-    reason = "what requests leave in the prefix cache is not remembered here: of this engine Canary remembers running"
-    assert one["reason"].startswith(reason)
-    assert every["error"].startswith(reason)

@@ -39,6 +39,7 @@ from tools import (
     odd_requests,
     padding,
     parked_flips,
+    parked_prefixes,
     recomputes,
     slot_lives,
     stale_tables,
@@ -60,7 +61,8 @@ from engines.models import randomize, write_model
 
 class Engine:
     """``folder``: where the models' configurations are written. ``options``: `ServerArgs`; ``model`` and, to speculate
-    with, ``draft_model``: names of `models.MODELS`. With ``device="cuda"`` the rest is as in `GPU_DEFAULTS`."""
+    with, ``draft_model``: names of `models.MODELS`; ``tree_core``: that of the prefix cache. With
+    ``device="cuda"`` the rest is as in `GPU_DEFAULTS`."""
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         self.told = inspection.Findings()
@@ -81,6 +83,8 @@ class Engine:
         if options.get("device") != "cuda":
             run_on_cpu(model, options)
         cache_faults.use_swa_radix_cache(options)
+        if "tree_core" in options:
+            os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = options.pop("tree_core")
         if options.get("enable_hierarchical_cache") and options.get("device", "cpu") == "cpu":
             sys.path.append(str(TESTS / "cpu"))
             importlib.import_module("host_copies").install()
@@ -312,8 +316,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         recomputes.recompute_overlapped,
         recomputes.recompute_broken,
         recomputes.recompute_aborted,
-        recomputes.recompute_parked,
         attention_faults.attention_verified,
+        *parked_prefixes.COMMANDS,
         beside,
         uninstall,
     )

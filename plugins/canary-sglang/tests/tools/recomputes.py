@@ -109,18 +109,6 @@ def recompute_aborted(engine: Any, tokens: int, how: str) -> dict[str, Any]:
     return {**ended, **_left(engine, sent), **findings(engine)}
 
 
-def recompute_parked(engine: Any) -> dict[str, Any]:
-    """Asks for what ended requests left, of one and of all, beside a running one."""
-    begin(engine, {"ended": prompt("ended", 60)}, 3)
-    finish(engine, "ended")
-    begin(engine, {"runs": prompt("runs", 60)}, 3)
-    asked = [engine.session.canary.verifier.ask(name, parked=True) for name in ("ended", None)]
-    while not all(one.done() for one in asked):
-        engine.step()
-    finish(engine, "runs")
-    return {"answers": [_answer(one) for one in asked]}
-
-
 def teach(engine: Any) -> None:
     """Fresh requests until the noise of the engine is known."""
     pairs = engine.session.recompute.pairs

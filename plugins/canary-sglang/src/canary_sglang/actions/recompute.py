@@ -1,4 +1,4 @@
-"""`SchedulerRecompute`: has SGLang's scheduler compute running requests again by internal ones, and compares both."""
+"""`SchedulerRecompute`: has SGLang's scheduler compute requests again by internal ones, and compares both."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,9 @@ from canary_adapters import (
     recompute_off,
 )
 from canary_core import Canary, Event, RegionKind, Touch, emit
-from canary_sglang.compat import attended, schedulers
+from canary_sglang.actions.held_messages import HeldMessages
+from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
+from canary_sglang.compat import attended, caches, schedulers
 
 SPARE = 2
 """An internal request must leave as many tokens free as it takes, and so many pages for each running request."""
@@ -32,6 +34,9 @@ KINDS = (RegionKind.FULL, RegionKind.WINDOW)
 class SchedulerRecompute(InternalRequests):
     """The recomputes of one scheduler, in the scheduler's process. Nothing happens before the first call of `ask` of
     `pairs`, unless ``CANARY_RECOMPUTE`` is a share.
+
+    With a share, or with ``CANARY_CONTROL=write``, prefixes left by ended requests in the prefix cache are remembered,
+    too. With a share an idle scheduler computes them again.
 
     `turn` belongs before the making of a batch, `made` around the run of a batch, `idle` in a turn without a batch.
     ``runner``: the `ModelRunner` of the served model. ``paged``: regions numbered by the engine's slot table.
@@ -49,28 +54,45 @@ class SchedulerRecompute(InternalRequests):
         self._touched = _Touches(self._request)
         self._recomputes = Recomputes(self, self._touched, canary.config.recompute)
         self._active = bool(canary.config.recompute)
+        self.parked = "that takes CANARY_CONTROL=write or CANARY_RECOMPUTE when the engine starts"
+        self._remembers = self._active or canary.config.control == "write"
+        self._prefixes: RadixPrefixes | None = None
+        self._cache: Any = None
+        self._messages: HeldMessages | None = None
         self._scheduler: Any = None
         self._batch: Any = None
         self._target: Any = None
         self._internal: Any = None
+        self._making = self._drop_late = False
         self._told = False
 
     def turn(self, scheduler: Any) -> None:
         """The scheduler is about to make a batch."""
         self._scheduler = scheduler
+        if self._remembers and scheduler.tree_cache is not self._cache:
+            self._remember(scheduler)
+        if self._prefixes is not None:
+            self.pairs.count(self._prefixes.known.counted())
         wanted = self.pairs.wanted()
-        if not (wanted or self._active):
+        if not (wanted or self._active or self._prefixes):
             return
         if not self._canary.enabled:
             self.close()
+            return
+        if not (wanted or self._active):
             return
         self._active = True
         for request in wanted:
             self._recomputes.want(request)
         with self._sheltered():
+            self._drop()
             self._look_at_settings()
             self._batch = None
+            if self._messages is None and self._prefixes is not None:
+                self._messages = HeldMessages(scheduler, self._leave)
             self._recomputes.before()
+            if self._prefixes is not None and schedulers.is_idle(scheduler):
+                self._recomputes.idle()
             self._go_on()
 
     @contextlib.contextmanager
@@ -82,6 +104,7 @@ class SchedulerRecompute(InternalRequests):
             return
         pairs: Sequence[RecomputePair] = ()
         watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        self._making = True
         with self._sheltered():
             self._batch = batch
             pairs = self._recomputes.after(tokens)
@@ -89,6 +112,7 @@ class SchedulerRecompute(InternalRequests):
             watched = self._attended(batch)
         with watched:
             yield
+        self._making = False
         self._compare(pairs)
 
     def idle(self, scheduler: Any) -> None:
@@ -104,8 +128,10 @@ class SchedulerRecompute(InternalRequests):
     def close(self) -> None:
         """Ends the present internal request. Open calls of `ask` fail."""
         with self._sheltered():
+            self._drop()
             self._recomputes.close()
         self._active = False
+        self._forget()
         self.pairs.close()
 
     def running(self) -> Sequence[Running]:
@@ -114,13 +140,16 @@ class SchedulerRecompute(InternalRequests):
 
     def find(self, name: str) -> Running | None:
         """See `InternalRequests`. Of several requests with one name any."""
+        prefix = self.prefix(name)
+        if prefix is not None:
+            return Running(name, prefix.left(), 0, prefix.number)
         request = self._request(name)
         return None if request is None else _running(request)
 
     def room(self, request: str) -> bool:
         """Free slots, with those of the prefix cache as for any other request, a row of the table, and an empty
         queue."""
-        scheduler, target = self._scheduler, self._request(request)
+        scheduler, target = self._scheduler, self.find(request)
         if self._refusal() is not None:
             # Answered at once: see `begin`.
             return True
@@ -129,14 +158,25 @@ class SchedulerRecompute(InternalRequests):
         cache, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         batch = scheduler.running_batch
         free = int(allocator.available_size() + cache.evictable_size())
-        tokens = _running(target).tokens + int(scheduler.page_size)
+        tokens = target.tokens + int(scheduler.page_size)
         spare = SPARE * int(scheduler.page_size) * len(batch.reqs)
         return scheduler.req_to_token_pool.available_size() > 1 and SPARE * tokens + spare <= free
 
+    def spare(self, request: str) -> bool:
+        """See `InternalRequests`. With so many free slots SGLang evicts nothing."""
+        scheduler, target = self._scheduler, self.find(request)
+        if self._others_wait() or scheduler.chunked_req is not None or target is None:
+            return False
+        needed = target.tokens + SPARE * int(scheduler.page_size)
+        return needed <= int(scheduler.token_to_kv_pool_allocator.available_size())
+
     def begin(self, name: str, request: str, tokens: int) -> str | None:
         """See `InternalRequests`."""
-        target = self._request(request)
-        why = self._refusal() or self._why_not(target)
+        target: Any = self.prefix(request)
+        why = self._refusal()
+        if target is None:
+            target = self._request(request)
+            why = why or self._why_not(target)
         if why is None:
             self._target = target
             self._internal = schedulers.internal_request(self._scheduler, name, target, tokens)
@@ -158,6 +198,9 @@ class SchedulerRecompute(InternalRequests):
 
     def blocks(self, name: str) -> Sequence[Tensor]:
         """The slots of a request by position, as the table has them, in the place of blocks."""
+        prefix = self.prefix(name)
+        if isinstance(prefix, RadixPrefix):
+            return prefix.blocks()
         internal = self._internal is not None and self._internal.rid == name
         row = schedulers.row_number(self._internal if internal else self._request(name))
         # Of its own: the row has another request's slots soon.
@@ -169,8 +212,16 @@ class SchedulerRecompute(InternalRequests):
         if request is not None and request.rid == name:
             self.pairs.attention.forget(name)
             self._leave_queue()
-            if self._scheduler.chunked_req is request:
-                schedulers.drop_chunked(self._scheduler, request)
+            # In a batch made but not run yet its slots are still to be written.
+            self._drop_late = True
+            if not self._making:
+                self._drop()
+
+    def _drop(self) -> None:
+        """Ends the internal request between two chunks, if `end` has asked for that."""
+        request, late, self._drop_late = self._internal, self._drop_late, False
+        if late and self._scheduler.chunked_req is request:
+            schedulers.drop_chunked(self._scheduler, request)
 
     def _attended(self, batch: Any) -> contextlib.AbstractContextManager[None]:
         """Around the run of ``batch``: one layer's attention to an internal request is kept."""
@@ -230,8 +281,41 @@ class SchedulerRecompute(InternalRequests):
         return (
             any(one is not self._internal for one in scheduler.waiting_queue)
             or (chunked is not None and chunked is not self._internal)
+            or (self._messages is not None and bool(self._messages.held))
             or (grammars is not None and bool(grammars.has_waiting_grammars()))
         )
+
+    def _leave(self) -> bool:
+        """Ends the present internal request. Returns whether the scheduler is done with the request, or serves others
+        beside."""
+        internal, scheduler = self._internal, self._scheduler
+        with self._sheltered():
+            if internal is not None and not self._users():
+                self._drop()
+                self._recomputes.give_way()
+                return schedulers.is_done_with(scheduler, internal)
+        return True
+
+    def _remember(self, scheduler: Any) -> None:
+        """Begins to remember the prefixes in the scheduler's cache, or tells the reason for not doing so."""
+        self._forget()
+        self._cache = cache = scheduler.tree_cache
+        with self._sheltered():
+            refusal = self._refusal() or caches.lookup_refusal(cache)
+            if refusal is not None:
+                self.parked = refusal
+                return
+            tokens = int(scheduler.token_to_kv_pool_allocator.size)
+            self._prefixes = RadixPrefixes(cache, tokens, self._why_not, _touches, self._sheltered)
+            self.parked = self._prefixes.known
+
+    def _forget(self) -> None:
+        prefixes, messages = self._prefixes, self._messages
+        self._prefixes = self._messages = None
+        if prefixes is not None:
+            prefixes.close()
+        if messages is not None:
+            messages.close()
 
     def _refusal(self) -> str | None:
         return schedulers.recompute_refusal(self._scheduler)
@@ -239,7 +323,8 @@ class SchedulerRecompute(InternalRequests):
     def _why_not(self, request: Any) -> str | None:
         if schedulers.embedded(request) or getattr(request, "multimodal_inputs", None) is not None:
             return "embeddings or media stand in the place of tokens"
-        if schedulers.searches_beams(request) or getattr(request, "session", None) is not None:
+        sessions = (getattr(request, name, None) for name in ("session", "session_id"))
+        if schedulers.searches_beams(request) or any(one is not None for one in sessions):
             return "it is a beam search, or in a session that goes on"
         if getattr(request, "token_type_ids", None) is not None:
             return "its tokens are of more than one type"
@@ -266,6 +351,8 @@ class SchedulerRecompute(InternalRequests):
             self._recomputes.stop(reason)
             emit(Event("hooks_left_out", "error", {"reason": reason}))
             self._active = False
+            self._remembers, self.parked = False, reason
+            self._forget()
             self.pairs.close()
             if self._scheduler is not None:
                 self._leave_queue()
@@ -281,10 +368,12 @@ class _Touches(TouchedRequests):
     def of(self, name: str) -> tuple[Touch, ...]:
         """See `TouchedRequests`."""
         request = self._find(name)
-        if request is None:
-            return ()
-        again = [Touch("preemption", _running(request).tokens)] if request.retraction_count else []
-        return (*again, *([Touch("hit", int(request.cached_tokens))] if request.cached_tokens else []))
+        return () if request is None else _touches(request)
+
+
+def _touches(request: Any) -> tuple[Touch, ...]:
+    again = [Touch("preemption", _running(request).tokens)] if request.retraction_count else []
+    return (*again, *([Touch("hit", int(request.cached_tokens))] if request.cached_tokens else []))
 
 
 def _running(request: Any) -> Running:

@@ -47,6 +47,39 @@ def parking_refusal(runner: Any) -> str | None:
     return None
 
 
+def lookup_refusal(cache: Any) -> str | None:
+    """Why slots of a prefix can't be looked up without a change to the cache, None if possible."""
+    if getattr(cache, "disable", False):
+        return "the engine has no prefix cache"
+    if type(cache).__name__ != "UnifiedRadixCache":
+        return f"{type(cache).__name__} is no prefix cache that is looked into without a change to what it evicts first"
+    core = cache.tree_core
+    if getattr(core, "is_eagle", False) or getattr(cache, "linker", None) is not None:
+        return "the prefix cache has keys of bigrams, or a tier of its own"
+    needed = ("match_full_device_prefix", "collect_full_device_indices", "root_node_handle")
+    missing = [name for name in needed if not hasattr(core, name)]
+    return f"the UnifiedRadixCache of this release has no {', '.join(missing)}" if missing else None
+
+
+def matched(cache: Any, tokens: Any, extra_key: str | None, cache_salt: str | None) -> tuple[int, Any]:
+    """Number of ``tokens``, int64 array, from the first on, in whole pages of the cache on the device, and their lowest
+    node. For a cache without a `lookup_refusal`; changes nothing there, neither locks nor times."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    key = RadixKey(tokens, extra_key, cache_salt=cache_salt)
+    length, node, _ = cache.tree_core.match_full_device_prefix(key)
+    return int(length), node
+
+
+def matched_slots(cache: Any, tokens: Any, extra_key: str | None, cache_salt: str | None) -> torch.Tensor:
+    """Slots of the full pool for the tokens counted by `matched`, int64 on the pool's device."""
+    length, node = matched(cache, tokens, extra_key, cache_salt)
+    root = cache.root_node_handle()
+    # The lowest node may have more tokens than match.
+    slots: torch.Tensor = cache.tree_core.collect_full_device_indices(node, root)[:length]
+    return slots
+
+
 def evicted(result: Any) -> int:
     """Number of tokens given up by a cache's ``evict``, from its result."""
     return int(result.num_tokens_evicted)

@@ -249,6 +249,23 @@ def released(scheduler: Any, request: Any) -> None:
         release(request)
 
 
+def is_idle(scheduler: Any) -> bool:
+    """Whether the scheduler serves nobody, and has no result of a forward to process."""
+    loops = not scheduler.enable_overlap or hasattr(scheduler, "result_queue")
+    return loops and bool(scheduler.is_fully_idle())
+
+
+def is_done_with(scheduler: Any, request: Any) -> bool:
+    """Whether no batch and no result of a scheduler has an ended internal ``request`` any more."""
+    last = scheduler.last_batch
+    if any(one is request for batch, *_ in getattr(scheduler, "result_queue", ()) for one in batch.reqs):
+        return False
+    if last is not None and last.reqs and all(one is request for one in last.reqs):
+        # As the scheduler does itself when it makes its next batch.
+        last.filter_batch(chunked_req_to_exclude=[request])
+    return True
+
+
 def forward_stream(scheduler: Any) -> contextlib.AbstractContextManager[Any]:
     """A context of the stream of the forwards: one of its own with the overlap scheduler."""
     stream = getattr(scheduler, "forward_stream_ctx", None) if scheduler.enable_overlap else None

@@ -1,0 +1,99 @@
+"""`RadixPrefixes`: KV of ended requests in SGLang's radix cache, remembered to be computed again."""
+
+from array import array
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from canary_adapters import ParkedPrefix, ParkedPrefixes, is_internal
+from canary_core import Patches, Touch
+from canary_sglang.compat import caches
+
+ADAPTER = "its adapter may be another one by now, or gone, and an engine can end where it loads none"
+
+NONE = array("q")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RadixPrefix(ParkedPrefix):
+    """Takes the place of SGLang's own request in the making of an internal one. content: int64 ids of whole pages.
+    cache: the prefix cache, asked anew each time, without a lock and without a change to the order of eviction.
+    extra_key, cache_salt: as in the request's key there."""
+
+    cache: Any
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+    lora_id = None
+    output_ids = NONE
+
+    @property
+    def origin_input_ids(self) -> Any:
+        """See `content`."""
+        return self.content
+
+    def left(self) -> int:
+        """See `ParkedPrefix`. Slots may be others than those of the request, written by another one with the same
+        tokens: the next hit reads the present ones."""
+        return caches.matched(self.cache, self.content, self.extra_key, self.cache_salt)[0]
+
+    def blocks(self) -> list[Tensor]:
+        """Slots by position, numbered as in the engine's tables, in the place of blocks; no more than are left."""
+        return [caches.matched_slots(self.cache, self.content, self.extra_key, self.cache_salt)]
+
+
+class RadixPrefixes:
+    """Follows the KV taken by the ``cache`` of a scheduler from ended requests, until `close`.
+
+    ``tokens``: size of the pool. ``why_not``: reason against a second computation of a request, None for none.
+    ``touches``: those of a request. ``sheltered``: a context for code that is not the engine's.
+    """
+
+    def __init__(
+        self,
+        cache: Any,
+        tokens: int,
+        why_not: Callable[[Any], str | None],
+        touches: Callable[[Any], tuple[Touch, ...]],
+        sheltered: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.cache = cache
+        self.known = ParkedPrefixes.of_cache(tokens)
+        self._why_not, self._touches, self._sheltered = why_not, touches, sheltered
+        self._patches = Patches()
+        self._patches.wrap(cache, "insert_req", self._inserts)
+
+    def close(self) -> None:
+        """Nothing is followed any more."""
+        self._patches.undo()
+
+    def _inserts(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def insert(request: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(request, *args, **kwargs)
+            # A retracted request goes on.
+            if request.finished() and not is_internal(request.rid):
+                with self._sheltered():
+                    self._ended(request, int(kwargs["up_to"]))
+            return result
+
+        return insert
+
+    def _ended(self, request: Any, tokens: int) -> None:
+        why = self._why_not(request)
+        if why is None and request.lora_id is not None:
+            why = ADAPTER
+        content = NONE
+        if why is None:
+            ids = (request.origin_input_ids + request.output_ids)[:tokens]
+            page = int(self.cache.page_size)
+            content = array("q", ids[: len(ids) // page * page])
+        if why is not None or content:
+            self.known.add(
+                RadixPrefix(
+                    name=request.rid, content=content, touches=self._touches(request), why=why, cache=self.cache,
+                    extra_key=request.extra_key, cache_salt=request.cache_salt,
+                )
+            )  # fmt: skip
