@@ -337,7 +337,7 @@ class SlotEvents:
         return record[STEP_WRITTEN] == step and record[POSITION] & UNPARKED == State.WRITTEN
 
     def tokens(self, region: str, slots: Tensor) -> Tensor:
-        """Token of each of ``slots`` (int64 ``[n]``, slots of the region) by its record, int64 ``[n]``; -1 where nothing
+        """Token of each of ``slots`` (int64 ``[n]``, slots of the region) by its record, int64 ``[n]``; -1 where none
         is on record as written, or the token is not known. Between forwards, on their stream; never captured."""
         state = self._state(region, "tokens")
         if state is None:

@@ -20,7 +20,9 @@ def run(model: Any, tokens: Tensor, chunk_tokens: int, jitter: float, first_posi
     in forwards of ``chunk_tokens``. See `Recomputer.compute` for ``jitter``. Raises `CanaryError` where a model would
     notice."""
     if found := sorted({*_ropes(model.config.get_text_config())} & {*GROWING_ROPES}):
-        raise CanaryError(f"a rotation of kind {found[0]!r} is changed by each longer sequence, so it can't be repeated")
+        raise CanaryError(
+            f"a rotation of kind {found[0]!r} is changed by each longer sequence, so it can't be repeated"
+        )
     inner = model.base_model
     cache = _cache(jitter, tokens.device)
     named: dict[str, Any] = {cache_argument(inner): cache, "use_cache": True}

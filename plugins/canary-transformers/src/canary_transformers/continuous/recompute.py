@@ -107,7 +107,9 @@ class ContinuousRecomputer(Recomputer):
             layers = second_forward.run(model, upload(request.tokens, self._device), chunk_tokens, jitter)
         slots = torch.arange(len(request.tokens), device=self._device)
         return {
-            group.name: Computed(tuple(s for one in group.layers for s in second_forward.sources(layers, one.layer)), slots)
+            group.name: Computed(
+                tuple(s for one in group.layers for s in second_forward.sources(layers, one.layer)), slots
+            )
             for group in self._groups
         }
 

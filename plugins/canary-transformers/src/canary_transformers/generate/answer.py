@@ -14,8 +14,8 @@ from canary_transformers.generate.guarded_cache import GuardedCache
 @dataclass(slots=True, eq=False)
 class Answer:
     """``prompt``: given tokens of a row. ``continues``: a cache was given, too, so that some of them may have been
-    computed before. ``placed``: and positions. ``seen``: tokens of forwards seen by the hook so far. ``halves``: the caches of these forwards with
-    their guards, kept until the answer was judged. ``number``: none has two."""
+    computed before. ``placed``: and positions. ``seen``: tokens of forwards seen by the hook so far. ``halves``: the
+    caches of these forwards with their guards, kept until the answer was judged. ``number``: none has two."""
 
     prompt: int
     continues: bool

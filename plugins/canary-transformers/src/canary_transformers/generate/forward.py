@@ -35,9 +35,9 @@ class ModelCall:
     `generate()`. ``encoded``: the encoder's states beside, ``[rows, states, hidden]``. ``answer``: number of the
     `generate()` that calls, which gives the same states to all forwards of an answer; 0 for a direct call.
 
-    For a second computation: ``mask``, ``[rows, n]`` from the first token on, None where all are visible. ``positions``:
-    integer ``[rows, new]`` or ``[1, new]``; None where they follow from mask or cache. ``doubt``: why KV of this forward
-    can't be computed again from tokens, None where it can.
+    For a second computation: ``mask``, ``[rows, n]`` from the first token on, None where all are visible.
+    ``positions``: integer ``[rows, new]`` or ``[1, new]``; None where they follow from mask or cache. ``doubt``: why KV
+    of this forward can't be computed again from tokens, None where it can.
     """
 
     rows: int
@@ -51,7 +51,9 @@ class ModelCall:
     doubt: str | None = None
 
     @classmethod
-    def of(cls, model: Any, given: Mapping[str, Any], told: Told | None, answer: int, placed: bool) -> "ModelCall | None":
+    def of(
+        cls, model: Any, given: Mapping[str, Any], told: Told | None, answer: int, placed: bool
+    ) -> "ModelCall | None":
         """From the arguments ``given`` to ``model``, None if neither tokens nor embeddings. ``placed``: the caller of
         `generate()` gave positions of its own."""
         for half in ("decoder_", ""):
@@ -68,7 +70,9 @@ class ModelCall:
             doubt = _doubt(model, given, known, (mask, positions))
             if doubt is not None:
                 mask = positions = None
-            return cls(tokens.shape[0], tokens.shape[1], known, history, _encoded(given), answer, mask, positions, doubt)
+            return cls(
+                tokens.shape[0], tokens.shape[1], known, history, _encoded(given), answer, mask, positions, doubt
+            )
         return None
 
     @property

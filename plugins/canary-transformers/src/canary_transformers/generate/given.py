@@ -9,6 +9,9 @@ from torch import Tensor
 from canary_core import CanaryError, Touch
 from canary_transformers.generate.forward import ModelCall
 
+MOST_RUNS = 256
+"""Tensors of given positions that are kept; then one takes their place."""
+
 Way = Literal["mask", "cache", "given"]
 """Whence positions come: from the mask, as in `generate()`; from the number of tokens in the cache; from the caller."""
 
@@ -163,12 +166,24 @@ class Given:
         """Whence the forward's positions come."""
         if forward.positions is not None:
             self._runs.append(_Run("given", forward.new, _Kept.of(forward.positions)))
+            if len(self._runs) > MOST_RUNS:
+                self._fold()
             return
         way: Way = "mask" if forward.answer and forward.history is not None else "cache"
         if self._runs and self._runs[-1].way == way:
             self._runs[-1].count += forward.new
         else:
             self._runs.append(_Run(way, forward.new))
+
+    def _fold(self) -> None:
+        """Positions of many forwards as one tensor."""
+        given = [(run.positions, run.count) for run in self._runs if run.positions is not None]
+        if len(given) < len(self._runs) or not all(one.same for one, _ in given):
+            self.give_up("too many forwards were given position_ids, or these were written to in place")
+            return
+        rows = max(len(one.tensor) for one, _ in given)
+        whole = torch.cat([one.tensor.expand(rows, -1)[:, :count] for one, count in given], 1)
+        self._runs = [_Run("given", sum(run.count for run in self._runs), _Kept.of(whole))]
 
     def _visible(self, row: int, end: int) -> Tensor:
         """Whether each token may be attended to, bool ``[end]`` on the host."""

@@ -14,8 +14,18 @@ from torch import Tensor
 
 from canary_adapters import upload
 from canary_core import (
-    AttentionObserver, AttentionRule, CachedRequest, Canary, CanaryConfig, CanaryError, Computed, Event, Outline,
-    Recomputer, Violation, emit,
+    AttentionObserver,
+    AttentionRule,
+    CachedRequest,
+    Canary,
+    CanaryConfig,
+    CanaryError,
+    Computed,
+    Event,
+    Outline,
+    Recomputer,
+    Violation,
+    emit,
 )  # fmt: skip
 from canary_transformers import attention, second_forward
 from canary_transformers.generate.given import Span

@@ -193,8 +193,8 @@ def _waited(
     except LateError:
         asked.cancel()
         why = (
-            f"its thread, {cache.thread.name!r}, did not come between two forwards within {timeout_s:g} s; verify it on "
-            "this thread, or while it generates"
+            f"its thread, {cache.thread.name!r}, did not come between two forwards within {timeout_s:g} s; verify it "
+            "on this thread, or while it generates"
         )
     except CanaryError as error:
         why = str(error)
