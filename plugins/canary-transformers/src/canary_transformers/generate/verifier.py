@@ -89,6 +89,8 @@ class CacheVerifier:
         cache = self._cache()
         if cache is None:
             raise CanaryError(GONE)
+        if request is not None and request.rpartition(" row ")[0] != cache.name:
+            return [Verification(request, 0, "unjudged", f"it is no row of the cache {cache.name!r}")]
         return self._verifier.now(self._verifier.recomputer.rows(cache) if request is None else [request])
 
     def serve(self) -> None:
