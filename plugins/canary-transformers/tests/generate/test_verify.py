@@ -123,6 +123,9 @@ def test_clean_answers_are_never_blamed(kind, floats, answers):
         {"prefill_chunk_size": 16, "cache_implementation": "static", "max_new_tokens": 20},
         {"prompt_lookup_num_tokens": 3, "rows": 1, "max_new_tokens": 20},
     ):
+        # Moved or dropped rows are not followed where all layers have a window.
+        if kind == "mistral" and ({*settings} & {"num_beams", "prompt_lookup_num_tokens"}):
+            continue
         ids = one.prompts(settings.pop("rows", 3))
         ids[0, : 7 * (len(ids) > 1)] = 0
         kept = one.generate(ids, **settings)
@@ -134,7 +137,7 @@ def test_clean_answers_are_never_blamed(kind, floats, answers):
     assert again is not None
     judged += one.verdicts()
     assert [answer.table() for answer in judged if answer.verdict != "same"] == []
-    assert len(judged) == 3 + 9 + 3 + 1 + 2
+    assert len(judged) == 3 + 3 + 2 + (0 if kind == "mistral" else 9 + 1)
     assert one.guard.violations == []
 
 
@@ -160,11 +163,11 @@ def test_answers_are_the_same_bit_for_bit(recompute, answers):
 def test_weights_changed_are_found_without_being_asked_for(answers):
     """By ``CANARY_RECOMPUTE`` alone."""
     one = answers(recompute="1000")
-    for _ in range(4):
+    for _ in range(2):
         one.generate(one.prompts(2))
     assert one.guard.violations == []
-    one.generate(one.prompts(), max_new_tokens=80, **after(PROMPT + 10, lambda: weights_change(one)))
-    assert {v.kind for v in one.guard.violations} == {Kind.RECOMPUTE}
+    one.generate(one.prompts(), max_new_tokens=60, **after(PROMPT + 10, lambda: weights_change(one)))
+    assert {v.kind for v in one.guard.violations} == {Kind.RECOMPUTE}, one.guard.stats()
     assert one.guard.stats()["recompute_differs"] > 0
 
 
