@@ -88,7 +88,7 @@ class Guard:
         """Has one running request, or (None) all of them, computed again, and compares the KV in the cache with the
         result: see docs/verify.md. A request is one of continuous batching by its name, or a row of a cache of
         `generate()` or direct calls: ``"generate 1 row 0"``. For continuous batching on another thread than the
-        engine's; for a cache on any, between two forwards. Raises `CanaryError` if no request is there that is guarded,
+        engine's; for a cache on any, between two forwards. Raises `CanaryError` if no guarded request exists,
         if continuous batching did not come between two forwards in time, or within a forward."""
         sessions, caches = list(self._sessions), list(self._caches)
         if not sessions and not caches:

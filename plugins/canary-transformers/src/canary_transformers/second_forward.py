@@ -1,4 +1,4 @@
-"""A second forward of a model over tokens of one sequence, with a cache of its own: for all recomputers."""
+"""A second forward of a model over tokens of one sequence, with a cache of Canary's own: for all recomputers."""
 
 import inspect
 import math

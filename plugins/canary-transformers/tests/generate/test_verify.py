@@ -3,6 +3,7 @@ not blamed, and none changes. The model is broken from outside, in forwards of i
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,10 +164,12 @@ def test_answers_are_the_same_bit_for_bit(recompute, answers):
 def test_weights_changed_are_found_without_being_asked_for(answers):
     """By ``CANARY_RECOMPUTE`` alone."""
     one = answers(recompute="1000")
-    for _ in range(2):
+    for _ in range(5):
         one.generate(one.prompts(2))
     assert one.guard.violations == []
-    one.generate(one.prompts(), max_new_tokens=60, **after(PROMPT + 10, lambda: weights_change(one)))
+    # A search without a result is followed by a rest of 0.1 s.
+    acts = [After(PROMPT + 10, lambda: weights_change(one)), After(PROMPT + 55, lambda: time.sleep(0.2))]
+    one.generate(one.prompts(), max_new_tokens=70, stopping_criteria=StoppingCriteriaList(acts))
     assert {v.kind for v in one.guard.violations} == {Kind.RECOMPUTE}, one.guard.stats()
     assert one.guard.stats()["recompute_differs"] > 0
 

@@ -21,7 +21,7 @@ PLAIN = frozenset(
 
 
 class Told(NamedTuple):
-    """What `generate()` gave `prepare_inputs_for_generation`: the sequences, integer ``[rows, n]``, and the mask of
+    """Arguments of `prepare_inputs_for_generation`: the sequences, integer ``[rows, n]``, and the mask of
     their tokens."""
 
     history: Tensor

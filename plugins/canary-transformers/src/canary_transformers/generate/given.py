@@ -1,4 +1,4 @@
-"""`Given`: what the forwards of a cache were given beside tokens, so that they can be computed again."""
+"""`Given`: arguments of a cache's forwards beside tokens, for a second computation."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -10,7 +10,7 @@ from canary_core import CanaryError, Touch
 from canary_transformers.generate.forward import ModelCall
 
 MOST_RUNS = 256
-"""Tensors of given positions that are kept; then one takes their place."""
+"""Tensors of given positions that are kept before one takes the place of all."""
 
 Way = Literal["mask", "cache", "given"]
 """Whence positions come: from the mask, as in `generate()`; from the number of tokens in the cache; from the caller."""
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """A tensor of the engine's, with its version then. inference: without versions, so a copy."""
+    """A tensor of the engine's, with the version of that time. inference: without versions, so a copy."""
 
     tensor: Tensor
     version: int | None
@@ -67,7 +67,7 @@ class Given:
         self._runs: list[_Run] = []
 
     def took(self, forward: ModelCall, end: int) -> None:
-        """A forward has ended; its cache holds ``end`` tokens of a row."""
+        """A forward has ended; the cache holds ``end`` tokens of a row."""
         if self.doubt is not None:
             return
         before, self._end = self._end, end

@@ -194,7 +194,7 @@ class GuardedCache:
                 records.compare(views)
 
     def present(self) -> tuple[CacheRecords, Sequence[Any]] | None:
-        """What the cache holds between two forwards, with its tensors bound, and its layers. None where it holds
+        """The records between two forwards, bound to the present tensors, and the cache's layers. None where these hold
         something else than forwards and methods have left, or nothing."""
         with self._ours("a look"):
             records, cache = self._live(), self._cache()

@@ -40,10 +40,9 @@ CHANGED = "its cache was changed by something else than its methods, or is gone"
 
 
 class CacheRecomputer(Recomputer):
-    """A forward of the model over a row's tokens, without its padding, with a `DynamicCache` of its own.
+    """A forward of the model over a row's tokens, without padding, with a `DynamicCache` of Canary's own.
 
-    It is also the host of the `Recompute` of a model, whatever cache is looked at: caches come and go, and noise, turns
-    and shares stay.
+    Also the host of the `Recompute` of a model, for all caches: caches come and go, and noise, turns and shares stay.
 
     hooks: gives those of a model. caches: those of the model. ranks: that have a shard of the model each.
     """
@@ -65,7 +64,7 @@ class CacheRecomputer(Recomputer):
         self._states: dict[str, Any] = {}
 
     def requests(self) -> Sequence[str]:
-        """The rows of those caches that this thread goes on with."""
+        """The rows of the caches of this thread."""
         here = [cache for cache in self._caches() if cache.thread is threading.current_thread()]
         return [name for cache in here for name in self.rows(cache)]
 
@@ -80,7 +79,7 @@ class CacheRecomputer(Recomputer):
         return Outline(cache.outline()[1], cache.given.touch is not None)
 
     def cached(self, request: str) -> CachedRequest:
-        """Of a row between two forwards. Its padding has slots of none."""
+        """Of a row between two forwards. Padding has no slots."""
         self._records = None
         cache, row = self._of(request)
         found = cache.present()

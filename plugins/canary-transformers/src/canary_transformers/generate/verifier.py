@@ -85,7 +85,7 @@ class CacheVerifier:
         return asked
 
     def now(self, request: str | None = None) -> list[Verification]:
-        """One row, or (None) all of the cache. On its thread, between two forwards."""
+        """One row, or (None) all of the cache. On the cache's thread, between two forwards."""
         cache = self._cache()
         if cache is None:
             raise CanaryError(GONE)
@@ -177,13 +177,13 @@ class Verifiers:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Whatever the engine's mode: records are updated in place for longer than inference mode may last."""
+    """Outside of the engine's modes: records are updated in place for longer than inference mode may last."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _mine(cache: GuardedCache) -> bool:
-    """Whether this thread may look at a cache: it ran the last forward, or the one that did has ended."""
+    """Whether this thread ran the last forward of a cache, or the thread of that forward has ended."""
     return cache.thread is threading.current_thread() or not cache.thread.is_alive()
 
 
