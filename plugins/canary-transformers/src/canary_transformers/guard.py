@@ -206,7 +206,7 @@ class Guard:
             emit(event, self._hooks(model))
 
     def between(self) -> None:
-        """This thread is between two forwards: computes again what is to be verified. Never raises."""
+        """This thread is between two forwards: computes due rows again. Never raises."""
         self._verifiers.between()
 
     def tell_unguarded(self, model: Any, reason: str) -> None:

@@ -38,8 +38,8 @@ def run(model: Any, tokens: Tensor, chunk_tokens: int, jitter: float, first_posi
 
 
 def sources(layers: Sequence[Any], layer: int) -> list[KVSource]:
-    """K and V of a layer of the cache, ``[1, heads, tokens, dim]``: one chunk for each head. None where the cache has
-    no such layer."""
+    """K and V of a layer of the cache, ``[1, heads, tokens, dim]``: one chunk for each head. Empty without
+    such a layer."""
     if layer >= len(layers) or getattr(layers[layer], "keys", None) is None:
         return []
     return [_source(layers[layer].keys, "k", layer), _source(layers[layer].values, "v", layer)]
@@ -59,7 +59,7 @@ def cache_argument(model: Any) -> str:
 
 
 def _cache(jitter: float, device: torch.device) -> Any:
-    """A cache that keeps all KV, and gives it to attention with ``jitter``."""
+    """A cache that keeps all KV, and gives attention numbers with ``jitter``."""
     from transformers import DynamicCache
 
     if not jitter:
@@ -67,7 +67,7 @@ def _cache(jitter: float, device: torch.device) -> Any:
     own = torch.Generator(device).manual_seed(0)
 
     class Jittery(DynamicCache):
-        """One that rounds what attention reads, and keeps what was computed."""
+        """Rounds the KV that attention reads, and keeps the computed KV."""
 
         def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             """See `DynamicCache.update`."""

@@ -117,7 +117,7 @@ class Given:
 
     def span(self, row: int, end: int) -> Span:
         """The part of a row's first ``end`` tokens that can be computed again. Waits for the device. Raises
-        `CanaryError` with the reason for which none can."""
+        `CanaryError` with the reason where there is none."""
         if self.doubt is not None:
             raise CanaryError(self.doubt)
         if end != self._end:
@@ -186,7 +186,7 @@ class Given:
         self._runs = [_Run("given", sum(run.count for run in self._runs), _Kept.of(whole))]
 
     def _visible(self, row: int, end: int) -> Tensor:
-        """Whether each token may be attended to, bool ``[end]`` on the host."""
+        """Mask of visible tokens, bool ``[end]`` on the host."""
         if self._unlike is not None and bool(self._unlike[row]):
             raise CanaryError("a token was visible to one forward, and masked for another")
         if self._mask is None:

@@ -48,7 +48,7 @@ class CacheOwner(ModelOwner, Protocol):
         """An answer of ``model`` is complete: reports forwards that passed the hooks by."""
 
     def between(self) -> None:
-        """This thread is between two forwards: computes again what is to be verified. Never raises."""
+        """This thread is between two forwards: computes due rows again. Never raises."""
 
     def tell_unguarded(self, model: Any, reason: str) -> None:
         """A forward of ``model`` can't be guarded; told once for each class and reason."""

@@ -131,12 +131,12 @@ class CacheRecomputer(Recomputer):
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """Device memory by region of the cache that is looked at, with sources where its bytes are now."""
+        """Device memory by region of the present cache, with sources at the present place."""
         return self._states
 
     @property
     def slots(self) -> Any:
-        """Comparison of bytes beside forwards, in the cache that is looked at."""
+        """Comparison of bytes beside forwards, in the present cache."""
         return self._canary.slots
 
     @property
@@ -146,7 +146,7 @@ class CacheRecomputer(Recomputer):
 
     @property
     def forwards(self) -> int:
-        """How many began with the cache that is looked at."""
+        """Number of forwards that began with the present cache."""
         return self._canary.forwards
 
     def report(self, violations: Sequence[Violation]) -> int:
@@ -154,7 +154,7 @@ class CacheRecomputer(Recomputer):
         return self._canary.report(violations)
 
     def count(self, name: str, number: int = 1) -> None:
-        """With the numbers of the cache that is looked at, or where there is none with those of all."""
+        """With the numbers of the present cache, else with those of the model."""
         if self._records is None:
             self.counts[name] += number
         else:
@@ -209,7 +209,7 @@ class CacheRecomputer(Recomputer):
             raise CanaryError("autocast is on; verify outside of it")
 
     def _require_positions(self, cache: GuardedCache, span: Span) -> None:
-        """A row that begins behind padding, or not at position 0, needs a model that can be told so."""
+        """Raises `CanaryError` if a model can't be told where a row begins: behind padding, or not at position 0."""
         inner = self._given_model().base_model
         if "position_ids" not in inspect.signature(inner.forward).parameters:
             raise CanaryError("it has padding, and the model's forward takes no position_ids")
@@ -217,7 +217,7 @@ class CacheRecomputer(Recomputer):
             raise CanaryError("it has padding, and how the model counts it without position_ids is not known")
 
     def _tokens(self, cache: GuardedCache, records: CacheRecords, row: int) -> list[int]:
-        """By the records of layers that keep all; else as `generate()` has told."""
+        """By the records of layers that keep all; else by the sequences of `generate()`."""
         whole = next((group for group in records.groups if not group.first), None)
         if whole is not None:
             one = torch.tensor([row], device=records.canary.device)

@@ -52,7 +52,7 @@ class ModelVerifier:
                 self.recomputer.done()
 
     def sample(self) -> None:
-        """Computes a row again where ``CANARY_RECOMPUTE`` has one due; not while another thread does."""
+        """Computes a due row of ``CANARY_RECOMPUTE`` again; not while another thread does."""
         if self._lock.acquire(blocking=False):
             try:
                 with _apart():
@@ -63,7 +63,7 @@ class ModelVerifier:
 
 
 class CacheVerifier:
-    """Answers for the rows of one cache: `Canary.verifier`. waiting: tells that somebody has asked."""
+    """Answers for the rows of one cache: `Canary.verifier`. waiting: called for each ask."""
 
     def __init__(self, cache: GuardedCache, verifier: ModelVerifier, waiting: Callable[[], None]) -> None:
         self._cache = ref(cache)
@@ -94,7 +94,7 @@ class CacheVerifier:
         return self._verifier.now(self._verifier.recomputer.rows(cache) if request is None else [request])
 
     def serve(self) -> None:
-        """Answers all that was asked; never raises."""
+        """Answers all asks; never raises."""
         while self._asked:
             request, asked = self._asked.popleft()
             if not asked.set_running_or_notify_cancel():
@@ -136,7 +136,7 @@ class Verifiers:
         cache.verifier = CacheVerifier(cache, verifier, self._wait)
 
     def between(self) -> None:
-        """This thread is between two forwards: answers for its caches. Never raises."""
+        """This thread is between two forwards: answers for the thread's caches. Never raises."""
         if self._waits:
             self._waits = False
             for cache, verifier in self._verified():
