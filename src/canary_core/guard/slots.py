@@ -11,7 +11,7 @@ from canary_core.errors import AttachError
 from canary_core.guard.slot_arguments import SlotArguments
 from canary_core.ops import contents
 from canary_core.ops.state import RegionState
-from canary_core.records import POSITION, STEP_WRITTEN, UNPARKED, State
+from canary_core.records import CONTENT, POSITION, STEP_WRITTEN, TOKEN, UNPARKED, State
 from canary_core.region import KVSource, Placement
 from canary_core.runtime.event_queue import QueuedEvent
 from canary_core.runtime.streams import capturing
@@ -335,6 +335,17 @@ class SlotEvents:
         self.workspace.join()
         record: list[int] = state.records[slot].tolist()
         return record[STEP_WRITTEN] == step and record[POSITION] & UNPARKED == State.WRITTEN
+
+    def tokens(self, region: str, slots: Tensor) -> Tensor:
+        """Token of each of ``slots`` (int64 ``[n]``, slots of the region) by its record, int64 ``[n]``; -1 where none
+        is on record as written, or the token is not known. Between forwards, on their stream; never captured."""
+        state = self._state(region, "tokens")
+        if state is None:
+            return torch.full_like(slots, -1)
+        self.settle()
+        record = state.records[slots]
+        written = record[:, POSITION] & (CONTENT | State.FREED) == State.WRITTEN
+        return torch.where(written, record[:, TOKEN].long(), -1)
 
     def settle(self) -> None:
         """Applies events waiting for the next forward now, on the current stream, which must be the forwards'. Never

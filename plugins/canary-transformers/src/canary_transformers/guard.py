@@ -29,6 +29,7 @@ from canary_transformers.filters import GivenEmbeddingFilter, embedding_filter, 
 from canary_transformers.generate.cross import CrossCache
 from canary_transformers.generate.guarded_cache import GuardedCache
 from canary_transformers.generate.hooks import GENERATE
+from canary_transformers.generate.verifier import Verifiers
 
 KEPT_VIOLATIONS = 10_000
 """Findings kept by `Guard.violations`; counts in `Guard.stats` are complete."""
@@ -51,6 +52,7 @@ class Guard:
         self._sessions: list[Session] = []
         self._caches: list[GuardedCache] = []
         self._cache_numbers = count(1)
+        self._verifiers = Verifiers(config, self._caches, self._hooks)
         self._ended: Tally[str] = Tally()
         self._unguarded: set[tuple[str, str]] = set()
         self._blind = self._powerless = False
@@ -83,22 +85,31 @@ class Guard:
         return list(self._violations)
 
     def verify(self, request: str | None = None, timeout_s: float = 60.0) -> list[Verification]:
-        """Has one running request of continuous batching, or (None) all of them, computed again, and compares the KV in
-        the cache with the result: see docs/verify.md. For threads other than the engine's own. Raises `CanaryError` if
-        no manager of continuous batching is guarded, or none came between two forwards in time."""
-        sessions = list(self._sessions)
-        if not sessions:
-            raise CanaryError("no continuous batching is guarded just now, and caches of generate() can't be verified")
-        if request is not None:
-            # A request is in one of them; the others would say that it does not run there.
-            answers = [answer for session in sessions for answer in session.verifier.verify(request, timeout_s)]
-            return [answer for answer in answers if answer.verdict != "unjudged"] or answers[:1]
-        return [answer for session in sessions for answer in session.verifier.verify(None, timeout_s)]
+        """Has one running request, or (None) all of them, computed again, and compares the KV in the cache with the
+        result: see docs/verify.md. A request is one of continuous batching by its name, or a row of a cache of
+        `generate()` or direct calls: ``"generate 1 row 0"``. For continuous batching on another thread than the
+        engine's; for a cache on any, between two forwards. Raises `CanaryError` if no guarded request exists,
+        if continuous batching did not come between two forwards in time, or within a forward."""
+        sessions, caches = list(self._sessions), list(self._caches)
+        if not sessions and not caches:
+            raise CanaryError(
+                "no continuous batching is guarded just now, and no cache of generate() or direct calls is alive"
+            )
+        answers = self._verifiers.verify(request, timeout_s)
+        if request is None:
+            return [*answers, *(one for session in sessions for one in session.verifier.verify(None, timeout_s))]
+        if not answers and not sessions:
+            raise CanaryError(f"{request!r} is no row of a cache that is guarded and alive")
+        # A request is in one of them; the others would say that it does not run there.
+        asked = [] if answers else sessions
+        answers += [answer for session in asked for answer in session.verifier.verify(request, timeout_s)]
+        return [answer for answer in answers if answer.verdict != "unjudged"] or answers[:1]
 
     def stats(self) -> dict[str, int]:
         """`Canary.stats` of all caches so far, added up, as of their last host reads."""
         total = Tally({"violations": 0, "forwards": 0})
         total.update(self._ended)
+        total.update(self._verifiers.stats())
         for session in list(self._sessions):
             total.update(session.canary.stats())
         for cache in list(self._caches):
@@ -159,6 +170,7 @@ class Guard:
             emit(Event("hits_unchecked", "error", {"reason": "CANARY_BYTES=off: no bytes are known"}), hooks)
         cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, hooks, self.witness, pad)
         cache.model = ref(model)
+        self._verifiers.begin(cache, model, _ranks(model))
         self._caches.append(cache)
         if self.config.on_violation != "report" and _ranks(model) > 1:
             # One that raised alone would leave the others waiting in their next collective.
@@ -192,6 +204,10 @@ class Guard:
         event = self.witness.settle() if self.config.mode != "off" else None
         if event is not None:
             emit(event, self._hooks(model))
+
+    def between(self) -> None:
+        """This thread is between two forwards: computes due rows again. Never raises."""
+        self._verifiers.between()
 
     def tell_unguarded(self, model: Any, reason: str) -> None:
         """A forward of ``model`` can't be guarded; told once for each class and reason."""

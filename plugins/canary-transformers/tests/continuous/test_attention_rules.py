@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from canary_transformers.continuous import attention
-from canary_transformers.continuous.recompute import cache_argument
+from canary_transformers import attention
+from canary_transformers.second_forward import cache_argument
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from canary_adapters import ATTENTION_TYPES

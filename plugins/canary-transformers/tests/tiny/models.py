@@ -10,6 +10,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = 8
 """Of models of `generating`."""
 
+ANSWERING_WINDOW = 40
+"""Of models of `answering`: enough resident tokens for a verdict."""
+
 ENCODING = ("bart", "t5", "whisper")
 """Models with an encoder and a decoder."""
 
@@ -40,6 +43,13 @@ def batching(kind: str) -> Any:
 def generating(kind: str) -> Any:
     """For `generate()`: the same kinds, smaller still, with windows of `WINDOW` tokens; or one with an encoder."""
     return encoding(kind) if kind in ENCODING else _make(kind, TINY, WINDOW, [SLIDING, SLIDING, FULL])
+
+
+@functools.cache
+def answering(kind: str, floats: str = "float32") -> Any:
+    """For `generate()` that is verified: with windows of `ANSWERING_WINDOW` tokens."""
+    made = _make(kind, {**TINY, "hidden_size": 64, "head_dim": 16}, ANSWERING_WINDOW, [SLIDING, FULL, SLIDING])
+    return made.to(getattr(torch, floats))
 
 
 def _make(kind: str, sizes: dict[str, Any], window: int, layers: list[str]) -> Any:

@@ -1,7 +1,5 @@
 """`ContinuousRecomputer`: computes requests of continuous batching again, with a cache of its own."""
 
-import inspect
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,13 +14,12 @@ from canary_core import (
     CachedRequest,
     CanaryError,
     Computed,
-    KVSource,
     Outline,
     Recomputer,
     Touch,
 )  # fmt: skip
-from canary_transformers.continuous import attention, compat
-from canary_transformers.generate.hooks import GENERATE
+from canary_transformers import attention, second_forward
+from canary_transformers.continuous import compat
 
 MOST_TOUCHED = 4096
 """Requests whose hits, forks and arrivals are remembered."""
@@ -90,10 +87,7 @@ class ContinuousRecomputer(Recomputer):
     @property
     def rounding(self) -> float:
         """Of matrix products, whose sums are kept in 32 bits whatever the type of the result."""
-        config = self._given_model().config.get_text_config()
-        terms = max(getattr(config, name, None) or 1 for name in ("hidden_size", "intermediate_size"))
-        sums = torch.finfo(torch.float32).eps / 2 * math.sqrt(terms)
-        return float(max(torch.finfo(self._cache.dtype).eps / 2, sums))
+        return second_forward.rounding(self._given_model(), self._cache.dtype)
 
     def attention(self) -> Mapping[int, AttentionRule | str]:
         """By the model's configuration."""
@@ -110,10 +104,12 @@ class ContinuousRecomputer(Recomputer):
         if backend.startswith("paged|"):
             raise CanaryError(f"attention {backend!r} makes no causal mask without the engine's cache; use sdpa")
         with attention.observed(model, observer):
-            layers = self._forward(model.base_model, request.tokens, chunk_tokens, jitter)
+            layers = second_forward.run(model, upload(request.tokens, self._device), chunk_tokens, jitter)
         slots = torch.arange(len(request.tokens), device=self._device)
         return {
-            group.name: Computed(tuple(s for one in group.layers for s in _sources(layers, one.layer)), slots)
+            group.name: Computed(
+                tuple(s for one in group.layers for s in second_forward.sources(layers, one.layer)), slots
+            )
             for group in self._groups
         }
 
@@ -122,17 +118,6 @@ class ContinuousRecomputer(Recomputer):
         if model is None:
             raise CanaryError("no forward has run yet, so there is nothing to compare")
         return model
-
-    def _forward(self, model: Any, tokens: Sequence[int], chunk_tokens: int, jitter: float) -> Sequence[Any]:
-        """The layers of a cache that holds ``tokens``."""
-        name = cache_argument(model)
-        cache = _cache(jitter, self._device)
-        ids = upload(tokens, self._device)[None]
-        with GENERATE.apart(), torch.no_grad():
-            for first in range(0, len(tokens), chunk_tokens):
-                model(input_ids=ids[:, first : first + chunk_tokens], use_cache=True, **{name: cache})
-        found: Sequence[Any] = cache.layers
-        return found
 
     def _slots(self, group: compat.KVGroup, request: str, count: int) -> Tensor:
         """The group's slot of each of ``count`` positions, -1 where a window has passed."""
@@ -149,47 +134,3 @@ class ContinuousRecomputer(Recomputer):
         slots = torch.full((count,), -1, dtype=torch.int64, device="cpu")
         slots[there] = slot
         return upload(slots, self._device)
-
-
-def cache_argument(model: Any) -> str:
-    """Name of the cache among the arguments of a forward, which differs by release."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _cache(jitter: float, device: torch.device) -> Any:
-    """A cache that keeps all KV, and gives it to attention with ``jitter``."""
-    from transformers import DynamicCache
-
-    if not jitter:
-        return DynamicCache()
-    own = torch.Generator(device).manual_seed(0)
-
-    class Jittery(DynamicCache):
-        """One that rounds what attention reads, and keeps what was computed."""
-
-        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            """See `DynamicCache.update`."""
-            keys, values = super().update(*args, **kwargs)
-            return _jittered(keys, jitter, own), _jittered(values, jitter, own)
-
-    return Jittery()
-
-
-def _jittered(numbers: Tensor, jitter: float, own: torch.Generator) -> Tensor:
-    random = 2 * torch.rand(numbers.shape, generator=own, device=numbers.device) - 1
-    # In 32 bits, where a factor so near to 1 can be written.
-    return (numbers.float() * (1 + jitter * random)).to(numbers.dtype)
-
-
-def _sources(layers: Sequence[Any], layer: int) -> list[KVSource]:
-    """K and V of a layer of a `DynamicCache`, ``[1, heads, tokens, dim]``: one chunk for each head."""
-    return [_source(layers[layer].keys, "k", layer), _source(layers[layer].values, "v", layer)]
-
-
-def _source(tensor: Tensor, half: str, layer: int) -> KVSource:
-    _, heads, tokens, dim = tensor.shape
-    row = dim * tensor.element_size()
-    return KVSource(
-        tensor.contiguous(), half, layer, chunk_bytes=row, slot_stride_bytes=row, chunks=heads,
-        chunk_stride_bytes=tokens * row, dtype=tensor.dtype,
-    )  # fmt: skip

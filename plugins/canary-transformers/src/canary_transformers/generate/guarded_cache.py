@@ -1,9 +1,10 @@
 """`GuardedCache`: one cache of `generate()` under guard, from the first forward to the end."""
 
 import contextlib
+import threading
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import pluggy
@@ -16,9 +17,13 @@ from canary_transformers.filters import MovedBytesFilter
 from canary_transformers.generate import caches
 from canary_transformers.generate.caches import LayerView
 from canary_transformers.generate.forward import ModelCall
+from canary_transformers.generate.given import Given
 from canary_transformers.generate.groups import disagreeing, groups_of
 from canary_transformers.generate.records import CacheRecords
 from canary_transformers.generate.steady import Steady
+
+if TYPE_CHECKING:
+    from canary_transformers.generate.verifier import CacheVerifier
 
 
 class GuardedCache:
@@ -63,6 +68,11 @@ class GuardedCache:
         self._cache: Callable[[], Any] = _nothing
         self.model: Callable[[], Any] = _nothing
         """Gives the model whose weights are compared."""
+        self.given = Given()
+        self.verifier: CacheVerifier | None = None
+        """Has rows of the cache computed again; None where nobody can."""
+        self.thread = threading.current_thread()
+        """That of the last forward."""
         self._over = config.mode == "off"
         self._was_empty = True
         # Of a forward that is issued before it is checked: how many tokens each group will hold after it.
@@ -112,6 +122,8 @@ class GuardedCache:
             elif records.checked is not None and not self._record_steady(cache, records, forward):
                 self._record(cache, records, forward)
             if self._records is not None:
+                self.thread = threading.current_thread()
+                self.given.took(forward, self._records.end)
                 self._records.canary.step.end()
 
     def failed(self) -> None:
@@ -138,6 +150,7 @@ class GuardedCache:
             records = self._live()
             if records is None or records.end == 0:
                 return
+            self.given.moved(rows)
             rows = rows.to(records.canary.device, torch.int64).flatten()
             if len(rows) == records.rows:
                 records.reorder(rows)
@@ -159,6 +172,7 @@ class GuardedCache:
             if records is not None:
                 end = int(tokens_to_remove) if tokens_to_remove > 0 else records.end + int(tokens_to_remove)
                 records.crop(max(end, 0))
+                self.given.cropped(records.end)
 
     def cleared(self) -> None:
         """Nothing is left; lasting tensors are zeroed."""
@@ -166,6 +180,7 @@ class GuardedCache:
             records = self._live()
             if records is not None:
                 records.clear()
+                self.given = Given()
 
     def compare(self, cache: Any) -> None:
         """Compares the bytes of all that the cache holds, if ``CANARY_HIT_CHECK`` is on: where `generate()` goes on
@@ -177,6 +192,24 @@ class GuardedCache:
             views = self._look(cache)
             if views and views[0].keys.shape[0] == records.rows and not disagreeing(views, records.groups, records.end):
                 records.compare(views)
+
+    def present(self) -> tuple[CacheRecords, Sequence[Any]] | None:
+        """The records between two forwards, bound to the present tensors, and the cache's layers. None where these hold
+        something else than forwards and methods have left, or nothing."""
+        with self._ours("a look"):
+            records, cache = self._live(), self._cache()
+            views = self._look(cache) if records is not None else []
+            if records is None or not views or views[0].keys.shape[0] != records.rows:
+                return None
+            if not disagreeing(views, records.groups, records.end):
+                records.rebind(views)
+                return records, cache.layers
+        return None
+
+    def outline(self) -> tuple[int, int]:
+        """Rows, and tokens of each; without a look at the cache."""
+        records = self._live()
+        return (0, 0) if records is None else (records.rows, records.end)
 
     def let_pass(self) -> None:
         """Findings are told, and nothing else is done about them."""
@@ -198,6 +231,8 @@ class GuardedCache:
         with self._ours("close"):
             self._over = True
             self._retire()
+        if self.verifier is not None:
+            self.verifier.close()
 
     def _look(self, cache: Any, wait: bool = False) -> list[LayerView]:
         """See `caches.look`."""
@@ -261,6 +296,8 @@ class GuardedCache:
             return
         regions = [group.region(views) for group in groups]
         self._cache = ref(caches.guarded(cache))
+        if not self._was_empty:
+            self.given.give_up("its cache held tokens before Canary followed it")
         canary = Canary(
             regions,
             self._config,
@@ -275,7 +312,7 @@ class GuardedCache:
             self._witness.computed(rows * (end - forward.new))
         self._records.adopt(forward, self._was_empty)
         self._audit(self._records, self._audited_forwards)
-        self._guard_weights(self._records)
+        self._take_up(self._records)
         self._settle(cache, views, self._records)
 
     def _record(self, cache: Any, records: CacheRecords, forward: ModelCall) -> None:
@@ -320,11 +357,13 @@ class GuardedCache:
         self._retire()
         self._records, self._cache = records, cache
         self._audit(records, left)
-        self._guard_weights(records)
+        self._take_up(records)
         return records
 
-    def _guard_weights(self, records: CacheRecords) -> None:
-        """The model's weights are compared from now on; of several caches in turn, the next one goes on."""
+    def _take_up(self, records: CacheRecords) -> None:
+        """The model's weights are compared from now on; of several caches in turn, the next one goes on. Rows can be
+        verified."""
+        records.canary.verifier = self.verifier
         model = self.model()
         if model is not None:
             records.canary.guard_weights(model, resume=True)

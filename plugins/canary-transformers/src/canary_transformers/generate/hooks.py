@@ -16,7 +16,7 @@ from canary_core import ViolationError, Witness
 from canary_transformers.engine_hooks import EngineHooks, ModelOwner
 from canary_transformers.generate import caches
 from canary_transformers.generate.answer import Answer
-from canary_transformers.generate.forward import ModelCall
+from canary_transformers.generate.forward import ModelCall, Told
 from canary_transformers.generate.guarded_cache import GuardedCache
 
 
@@ -47,6 +47,9 @@ class CacheOwner(ModelOwner, Protocol):
     def settle(self, model: Any) -> None:
         """An answer of ``model`` is complete: reports forwards that passed the hooks by."""
 
+    def between(self) -> None:
+        """This thread is between two forwards: computes due rows again. Never raises."""
+
     def tell_unguarded(self, model: Any, reason: str) -> None:
         """A forward of ``model`` can't be guarded; told once for each class and reason."""
 
@@ -58,7 +61,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
     def __init__(self) -> None:
         super().__init__()
         self._followed: WeakKeyDictionary[Any, tuple[CacheOwner, GuardedCache]] = WeakKeyDictionary()
-        self._histories: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self._histories: WeakKeyDictionary[Any, Told] = WeakKeyDictionary()
         self._late: list[ViolationError] = []
         self._calls = local()
         self._answering = 0
@@ -87,6 +90,11 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             moves = name not in ("crop", "reset")
             self._patches.wrap(cache, name, functools.partial(self._wrap_changing, moves))
             self._patches.follow(cache, name, functools.partial(self._cache_changed, told))
+
+    @property
+    def within(self) -> bool:
+        """Whether this thread is in a forward of a guarded model, or of Canary's own."""
+        return bool(getattr(self._calls, "inside", False))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -136,8 +144,9 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         try:
             given = _arguments(model, args, kwargs)
             cache = caches.among(given.values())
-            answering = self._answer is not None
-            forward = _forward(given, self._history(cache), answering)
+            answer = self._answer
+            number, placed = (0, False) if answer is None else (answer.number, answer.placed)
+            forward = ModelCall.of(model, given, self._history(cache), number, placed)
             if forward is None:
                 output = call(*args, **kwargs)
                 if cache is not None:
@@ -147,6 +156,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
                         "inputs_embeds; what it computes is not guarded until it takes its tokens under such a name",
                     )
             else:
+                owner.between()
                 halves = self._guard(owner, model, cache)
                 for half, guarded in halves:
                     if self._meets(owner, half, guarded):
@@ -228,6 +238,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         return generate
 
     def _generated(self, owner: CacheOwner, model: Any) -> None:
+        owner.between()
         for owned_by, guarded in list(self._followed.values()):
             if owned_by is owner:
                 guarded.drain()
@@ -243,7 +254,8 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             if type(model).prepare_inputs_for_generation is prepare_inputs_for_generation and self._owner(model):
                 cache = caches.guarded(caches.among(inputs.values()))
                 if cache is not None and isinstance(input_ids, Tensor):
-                    self._histories[cache] = input_ids
+                    mask = kwargs.get("attention_mask")
+                    self._histories[cache] = Told(input_ids, mask)
             return inputs
 
         return prepare_inputs_for_generation
@@ -265,7 +277,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         if guarded is not None:
             told(guarded, cache, next(iter((*args, *kwargs.values())), None))
 
-    def _history(self, cache: Any) -> Tensor | None:
+    def _history(self, cache: Any) -> Told | None:
         inner = caches.guarded(cache)
         return None if inner is None else self._histories.pop(inner, None)
 
@@ -318,26 +330,6 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return kwargs
     names = [name for name in inspect.signature(model.forward).parameters if name != "self"]
     return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _forward(given: Mapping[str, Any], history: Tensor | None, answering: bool) -> ModelCall | None:
-    """A model's input in a call, None if neither tokens nor embeddings."""
-    for half in ("decoder_", ""):
-        tokens, embeds = given.get(f"{half}input_ids"), given.get(f"{half}inputs_embeds")
-        if isinstance(tokens, Tensor) and tokens.dim() >= 2:
-            # Of several codebooks a position has a token each, which no record can hold.
-            known = tokens if tokens.dim() == 2 else None
-            return ModelCall(tokens.shape[0], tokens.shape[1], known, history, _encoded(given), answering)
-        if isinstance(embeds, Tensor) and embeds.dim() == 3:
-            return ModelCall(embeds.shape[0], embeds.shape[1], None, history, _encoded(given), answering)
-    return None
-
-
-def _encoded(given: Mapping[str, Any]) -> Tensor | None:
-    states = given.get("encoder_outputs")
-    if isinstance(states, (tuple, Mapping)) and states:
-        states = states[0]  # of an output of a model as of a tuple
-    return states if isinstance(states, Tensor) and states.dim() == 3 else None
 
 
 def _parts(output: Any) -> Iterable[Any]:

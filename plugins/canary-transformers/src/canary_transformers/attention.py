@@ -1,4 +1,4 @@
-"""Attention of Transformers' models: its rules, and a look at it while a forward runs."""
+"""Attention of Transformers' models: rules, and a look while a forward runs."""
 
 import sys
 import threading
