@@ -49,7 +49,6 @@ from canary_adapters.recompute_requests import (
     RecomputePair,
     Recomputes,
     Running,
-    TouchedRequests,
     is_internal,
     recompute_off,
 )
@@ -69,6 +68,7 @@ from canary_adapters.sources import (
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
 from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknown_tokens
+from canary_adapters.touched_requests import TouchedRequests
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.ops.upload import upload

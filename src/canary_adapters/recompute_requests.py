@@ -3,12 +3,13 @@
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from canary_adapters.parked_prefixes import ALL_PARKED, PARKED, GroupBlocks, ParkedPrefix, ParkedPrefixes
-from canary_core import Event, Touch
+from canary_adapters.touched_requests import TouchedRequests
+from canary_core import Event, Touch, emit
 from canary_core.config.values import RecomputeShare
 
 PREFIX = "canary-recompute-"
@@ -31,6 +32,12 @@ UNKNOWN = (
     "too many requests have ended since"
 )
 NOT_REMEMBERED = "what requests leave in the prefix cache is not remembered here: {why}; verify a request while it runs"
+
+STARVED = 250
+"""Looks in a row without a choice, though requests run, until that is told."""
+
+NO_ROOM = "requests of users wait, or fill the batch or the pool: no second computation fits in beside them"
+TOO_SHORT = f"those without a hit or a preemption must have {LEAST_TOKENS} decoded tokens, others as many of any sort"
 
 REST_S = 0.1
 """Least time between two parked prefixes computed again by an idle engine without being asked for."""
@@ -73,29 +80,6 @@ class RecomputePair:
     parked: int | None = None
     content: Sequence[int] = ()
     names: Sequence[str] = ()
-
-
-class TouchedRequests:
-    """Tokens of a scheduler's requests that came from elsewhere, or were computed more than once."""
-
-    def __init__(self) -> None:
-        self._touches: dict[str, list[Touch]] = {}
-
-    def began(self, name: str, hit: int, again: int = 0) -> None:
-        """A request begins, with ``hit`` tokens in the cache. After a preemption ``again`` tokens come again."""
-        touches = self._touches.setdefault(name, []) if hit or again else []
-        if again:
-            touches.append(Touch("preemption", again))
-        if hit:
-            touches.append(Touch("hit", hit))
-
-    def ended(self, name: str) -> None:
-        """The request has ended."""
-        self._touches.pop(name, None)
-
-    def of(self, name: str) -> tuple[Touch, ...]:
-        """The touches of a request, in order of time."""
-        return tuple(self._touches.get(name, ()))
 
 
 class InternalRequests(ABC):
@@ -191,7 +175,8 @@ class Recomputes:
         self._wanted: deque[str] = deque()
         self._one: _One | None = None
         self._numbers = itertools.count(1)
-        self._credit, self._step, self._taught = 0.0, 0, 0
+        self._credit, self._step, self._taught, self._starved = 0.0, 0, 0, 0
+        self._counts: Counter[str] = Counter()
         self._verified: dict[str, int] = {}
         self._missed: list[RecomputePair] = []
         self.live: set[str] = set()
@@ -243,6 +228,12 @@ class Recomputes:
     def give_way(self) -> None:
         """Ends the present internal request, for somebody who comes. Whoever asked waits on."""
         self._give_way()
+
+    def counted(self) -> dict[str, int]:
+        """Counts for `Canary.stats` since the last call, by name."""
+        parked = self._engine.parked
+        counts, self._counts = self._counts, Counter()
+        return {**counts, **({} if isinstance(parked, str) else parked.counted())}
 
     def missed(self) -> list[RecomputePair]:
         """The messages to send along since the last call."""
@@ -299,11 +290,8 @@ class Recomputes:
         running = self._engine.running()
         names = {one.name for one in running}
         self._verified = {name: tokens for name, tokens in self._verified.items() if name in names}
-        fit = [
-            one
-            for one in running
-            if one.tokens - self._verified.get(one.name, 0) >= LEAST_TOKENS and self._engine.room(one.name)
-        ]
+        due = [one for one in running if one.tokens - self._verified.get(one.name, 0) >= LEAST_TOKENS]
+        fit = [one for one in due if self._engine.room(one.name)]
         teaching = self._taught < TEACHING
         # Of what nothing touched only a request that has decoded took two ways to the same KV.
         fresh = [one for one in fit if not self._touched.of(one.name) and one.decoded >= LEAST_TOKENS]
@@ -311,7 +299,17 @@ class Recomputes:
         for some in (fresh, touched) if teaching else (touched, fresh):
             if some:
                 return min(some, key=lambda one: self._verified.get(one.name, 0))
+        if due:
+            self._starves("recompute_too_short" if fit else "recompute_no_room")
         return None
+
+    def _starves(self, how: str) -> None:
+        """Nothing was chosen, though there are requests that were not computed again."""
+        self._counts[how] += 1
+        self._starved += 1
+        if self._starved == STARVED:
+            reason = NO_ROOM if how == "recompute_no_room" else TOO_SHORT
+            emit(Event("recompute_starved", "warning", {"looks": STARVED, "reason": reason}))
 
     def _begin_wanted(self) -> None:
         while self._one is None and self._wanted:
@@ -406,6 +404,7 @@ class Recomputes:
 
     def _count(self, done: _One) -> None:
         """After the last one of a number nothing is chosen any more."""
+        self._starved = 0
         if self._left is not None and not done.asked:
             self._left -= 1
             if self._left <= 0:

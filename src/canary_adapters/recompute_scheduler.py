@@ -17,9 +17,9 @@ from canary_adapters.recompute_requests import (
     RecomputePair,
     Recomputes,
     Running,
-    TouchedRequests,
     is_internal,
 )
+from canary_adapters.touched_requests import TouchedRequests
 from canary_core import Event, Patches, emit
 from canary_core.config.values import RecomputeShare
 
@@ -282,7 +282,7 @@ class SchedulerRequests(InternalRequests):
             emit(Event("hooks_left_out", "error", {"reason": reason}))
 
     def _note(self, output: Any) -> None:
-        counted = {} if isinstance(self.parked, str) else self.parked.counted()
+        counted = self._recomputes.counted()
         if counted:
             setattr(output, COUNTED, counted)
         for name in output.finished_req_ids:

@@ -12,7 +12,7 @@ from soak.plan import Asked, Plan
 PATIENCE_S = 400
 """A round that takes longer does not end, on the slowest of engines."""
 
-OUR_OWN = frozenset({"paused", "resumed", "coverage", "unjudged"})
+OUR_OWN = frozenset({"paused", "resumed", "coverage", "unjudged", "recompute_starved"})
 """Warnings that say what the soak itself did, and what it shows by itself, as ``recompute_unjudged``."""
 
 FINDINGS = frozenset({"violation", "incident", "diagnosis", "incidents_limited"})

@@ -102,6 +102,24 @@ def test_so_many_are_computed_again_and_no_more(small, monkeypatch):
         assert guard.trouble() == []
 
 
+@pytest.mark.parametrize(
+    ("requests", "counted", "reason"),
+    [(12, "recompute_no_room", "no second computation fits in"), (1, "recompute_too_short", "32 decoded tokens")],
+)
+def test_a_scheduler_that_finds_nothing_to_compute_again_says_so(requests, counted, reason, small, monkeypatch):
+    """All seats are taken; or a request has no hit, and too few decoded tokens: one event, and a counter."""
+    monkeypatch.setattr(recompute_requests, "STARVED", 3)
+    with guarded.guard(small, **QUIET, recompute="100%") as guard:
+        for name in range(requests):
+            small.submit(str(name), verified.prompt(name, 40), 24)
+        while small.step():
+            pass
+        assert guard.canary.stats()[counted] >= 3
+        (starved,) = guard.findings.told("recompute_starved")
+        assert reason in starved.fields["reason"]
+        assert len(HOOKS.sessions[0].recomputed.answers) == 0
+
+
 def test_the_scheduler_has_its_own_methods_until_somebody_asks(small):
     """But for ``schedule``, which is followed for the blocks. What came from a hit before is known all the same."""
     prompt = verified.prompt("followed")

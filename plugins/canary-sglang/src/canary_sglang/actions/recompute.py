@@ -71,8 +71,8 @@ class SchedulerRecompute(InternalRequests):
         self._scheduler = scheduler
         if self._remembers and scheduler.tree_cache is not self._cache:
             self._remember(scheduler)
-        if self._prefixes is not None:
-            self.pairs.count(self._prefixes.known.counted())
+        if self._active or self._prefixes is not None:
+            self.pairs.count(self._recomputes.counted())
         wanted = self.pairs.wanted()
         if not (wanted or self._active or self._prefixes):
             return
