@@ -11,6 +11,7 @@ from canary_adapters.parked_prefixes import ALL_PARKED, PARKED, GroupBlocks, Par
 from canary_adapters.touched_requests import TouchedRequests
 from canary_core import Event, Touch, emit
 from canary_core.config.values import RecomputeShare
+from canary_core.recomputer import STARVED_LOOKS
 
 PREFIX = "canary-recompute-"
 """Internal requests are called so."""
@@ -32,9 +33,6 @@ UNKNOWN = (
     "too many requests have ended since"
 )
 NOT_REMEMBERED = "what requests leave in the prefix cache is not remembered here: {why}; verify a request while it runs"
-
-STARVED = 250
-"""Looks in a row without a choice, though requests run, until that is told."""
 
 NO_ROOM = "requests of users wait, or fill the batch or the pool: no second computation fits in beside them"
 TOO_SHORT = f"those without a hit or a preemption must have {LEAST_TOKENS} decoded tokens, others as many of any sort"
@@ -307,9 +305,9 @@ class Recomputes:
         """Nothing was chosen, though there are requests that were not computed again."""
         self._counts[how] += 1
         self._starved += 1
-        if self._starved == STARVED:
+        if self._starved == STARVED_LOOKS:
             reason = NO_ROOM if how == "recompute_no_room" else TOO_SHORT
-            emit(Event("recompute_starved", "warning", {"looks": STARVED, "reason": reason}))
+            emit(Event("recompute_starved", "warning", {"looks": STARVED_LOOKS, "reason": reason}))
 
     def _begin_wanted(self) -> None:
         while self._one is None and self._wanted:

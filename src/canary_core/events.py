@@ -91,7 +91,7 @@ class Event:
     | unjudged            | a request that somebody asked to verify could not be judged, and why; once for a reason |
     | verified            | the verdict on a running request that something else suspected (`canary_suspect`)      |
     | recompute_off       | ``CANARY_RECOMPUTE`` is on, and nothing is computed again (any more): why               |
-    | recompute_starved   | with ``CANARY_RECOMPUTE`` an engine's scheduler finds no request to compute again: reason |
+    | recompute_starved   | ``CANARY_RECOMPUTE`` is on, and no request could be chosen for long: looks, reason |
     | recomputed          | a request is computed again because of a finding: request, kind, region, slot          |
     | quarantined         | the prefix of a finding was evicted from the prefix cache: kind, region, slot, tokens  |
     | repaired            | a flipped word of KV that no request has was put back: slot, source, word, bits        |

@@ -10,6 +10,10 @@ from torch import Tensor
 from canary_core.attention import AttentionObserver, AttentionRule
 from canary_core.region import KVSource, Region
 
+STARVED_LOOKS = 250
+"""Looks in a row for a request of ``CANARY_RECOMPUTE`` without one to choose, though there are some, until a
+``recompute_starved`` event says so."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:

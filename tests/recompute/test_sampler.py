@@ -190,6 +190,26 @@ def test_so_many_verdicts_and_no_more(sampled):
     assert one.recompute._sampler.over
 
 
+@pytest.mark.parametrize(
+    ("taught", "reason"), [(False, "the noise of this engine is not known"), (True, "fewer than 32")]
+)
+def test_a_search_that_finds_nothing_for_long_is_told(taught, reason, sampled):
+    """Where every request had a hit before the noise was known, or none is long enough: once, and counted. Not where
+    all was looked at before."""
+    one = sampled("100%")
+    if taught:
+        one.taught()
+        one.engine.grow("seen", 40)
+        one.steps(400, seconds=0.1)
+        assert one.findings.told("recompute_starved") == []
+    one.engine.grow("a", 20 if taught else 40)
+    one.engine.touches["a"] = [Touch("hit", 16)]
+    one.steps(600, seconds=0.1)
+    (told,) = one.findings.told("recompute_starved")
+    assert reason in told.fields["reason"]
+    assert one.canary.stats()["recompute_starved"] >= told.fields["looks"] == 250
+
+
 def test_off_by_default(sampled):
     """Nothing is picked, and nothing looked for; `verify` works."""
     one = sampled("0")

@@ -108,7 +108,7 @@ def test_so_many_are_computed_again_and_no_more(small, monkeypatch):
 )
 def test_a_scheduler_that_finds_nothing_to_compute_again_says_so(requests, counted, reason, small, monkeypatch):
     """All seats are taken; or a request has no hit, and too few decoded tokens: one event, and a counter."""
-    monkeypatch.setattr(recompute_requests, "STARVED", 3)
+    monkeypatch.setattr(recompute_requests, "STARVED_LOOKS", 3)
     with guarded.guard(small, **QUIET, recompute="100%") as guard:
         for name in range(requests):
             small.submit(str(name), verified.prompt(name, 40), 24)

@@ -11,12 +11,12 @@ import torch
 
 from canary_core.errors import CanaryError, error_text
 from canary_core.events import Event
-from canary_core.recomputer import CachedRequest, Recomputer
+from canary_core.recomputer import STARVED_LOOKS, CachedRequest, Recomputer
 from canary_core.watchers.recompute.attention import AttentionLook
 from canary_core.watchers.recompute.attention_turns import AttentionTurns
 from canary_core.watchers.recompute.comparison import Comparing, Comparison
 from canary_core.watchers.recompute.judge import RecomputeHost, RecomputeJudge
-from canary_core.watchers.recompute.noise import Noise
+from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Noise
 from canary_core.watchers.recompute.sampler import Sampler
 from canary_core.watchers.recompute.verification import Verification
 
@@ -32,6 +32,11 @@ MOST_MEMORY = 0.5
 NOT_PARKED = (
     "what requests left in the prefix cache of this engine is not remembered, so none of it can be computed again; "
     "verify a request while it runs"
+)
+TOO_SHORT = f"requests have fewer than {WINDOW_TOKENS} tokens"
+NONE_FRESH = (
+    f"the noise of this engine is not known, and is learnt only from requests of {WINDOW_TOKENS} tokens or more "
+    "without a hit, a fork, an arrival or a preemption; verify such requests after the start"
 )
 NO_MEMORY = "the device has no memory for a second computation of this request"
 
@@ -115,6 +120,8 @@ class Recompute:
             outlines = {request: self._recomputer.outline(request) for request in self._recomputer.requests()}
             name = sampler.pick(outlines.items(), fresh=not self.noise.known)
             if name is None:
+                if sampler.starved:
+                    self._starves(sampler.starved)
                 return
             answer = self._verify(name)
             self._failures = 0
@@ -129,6 +136,12 @@ class Recompute:
             if self._failures >= MOST_FAILURES:
                 self._sampler = None
                 self._canary.tell(Event("recompute_off", "error", {"reason": f"{MOST_FAILURES} times in a row {why}"}))
+
+    def _starves(self, looks: int) -> None:
+        self._canary.count("recompute_starved")
+        if looks == STARVED_LOOKS:
+            reason = TOO_SHORT if self.noise.known else NONE_FRESH
+            self._canary.tell(Event("recompute_starved", "warning", {"looks": looks, "reason": reason}))
 
     def now(self, request: str | None = None) -> list[Verification]:
         """`verify` at once: on the engine's thread and stream, between forwards. Waits for the device."""

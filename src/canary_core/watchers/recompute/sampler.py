@@ -32,6 +32,8 @@ class Sampler:
         self._waits_since: float | None = None
         self._seen: OrderedDict[str, int] = OrderedDict()
         self.verdicts = 0
+        self.starved = 0
+        """Searches in a row that found nothing but requests that were never looked at, and can't be yet."""
 
     @property
     def over(self) -> bool:
@@ -58,8 +60,9 @@ class Sampler:
 
     def pick(self, requests: Iterable[tuple[str, Outline]], fresh: bool) -> str | None:
         """The next one. ``fresh``: of those that nothing touched, from which noise is learnt."""
-        best, most = None, (False, 0)
+        best, most, unseen = None, (False, 0), False
         for name, outline in requests:
+            unseen = unseen or name not in self._seen
             seen = self._seen.get(name, 0)
             if outline.tokens < seen:
                 # Another request of the same name.
@@ -68,6 +71,7 @@ class Sampler:
             rank = (outline.touched, outline.tokens - seen)
             if outline.tokens >= due and not (fresh and outline.touched) and rank > most:
                 best, most = name, rank
+        self.starved = self.starved + unseen if best is None else 0
         if best is None:
             self._rest_until = self._clock() + LOOK_S
         return best
