@@ -116,10 +116,6 @@ class ParkedPrefixes:
         """``prefix`` was computed again just now."""
         prefix.proven = next(self._proofs)
 
-    def count(self, name: str) -> None:
-        """Adds one to a counter."""
-        self._counts[name] += 1
-
     def counted(self) -> dict[str, int]:
         """By counter of `Canary.stats`, since the last call."""
         if not self._counts:

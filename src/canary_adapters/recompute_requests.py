@@ -34,8 +34,12 @@ UNKNOWN = (
 )
 NOT_REMEMBERED = "what requests leave in the prefix cache is not remembered here: {why}; verify a request while it runs"
 
-NO_ROOM = "requests of users wait, or fill the batch or the pool: no second computation fits in beside them"
-TOO_SHORT = f"those without a hit or a preemption must have {LEAST_TOKENS} decoded tokens, others as many of any sort"
+NO_CHOICE = {
+    "recompute_no_room": "requests of users wait, or fill the batch or the pool: no second one fits in beside them",
+    "recompute_too_short": f"without a hit or a preemption they must have {LEAST_TOKENS} decoded tokens",
+    "parked_no_room": "the prefix cache fills the pool, and an idle engine evicts nothing of it for a proof",
+}
+"""Reasons for which nothing is computed again, by the name of the counter."""
 
 REST_S = 0.1
 """Least time between two parked prefixes computed again by an idle engine without being asked for."""
@@ -302,12 +306,11 @@ class Recomputes:
         return None
 
     def _starves(self, how: str) -> None:
-        """Nothing was chosen, though there are requests that were not computed again."""
+        """Nothing was chosen, though there are requests or prefixes that were not computed again. how: the counter."""
         self._counts[how] += 1
         self._starved += 1
         if self._starved == STARVED_LOOKS:
-            reason = NO_ROOM if how == "recompute_no_room" else TOO_SHORT
-            emit(Event("recompute_starved", "warning", {"looks": STARVED_LOOKS, "reason": reason}))
+            emit(Event("recompute_starved", "warning", {"looks": STARVED_LOOKS, "reason": NO_CHOICE[how]}))
 
     def _begin_wanted(self) -> None:
         while self._one is None and self._wanted:
@@ -339,7 +342,7 @@ class Recomputes:
                     return prefix
                 crowded = True
         if crowded:
-            parked.count("parked_no_room")
+            self._starves("parked_no_room")
         return None
 
     def _begin(self, request: str, asked: bool) -> None:

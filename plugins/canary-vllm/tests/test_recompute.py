@@ -104,7 +104,7 @@ def test_so_many_are_computed_again_and_no_more(small, monkeypatch):
 
 @pytest.mark.parametrize(
     ("requests", "counted", "reason"),
-    [(12, "recompute_no_room", "no second computation fits in"), (1, "recompute_too_short", "32 decoded tokens")],
+    [(12, "recompute_no_room", "no second one fits in"), (1, "recompute_too_short", "32 decoded tokens")],
 )
 def test_a_scheduler_that_finds_nothing_to_compute_again_says_so(requests, counted, reason, small, monkeypatch):
     """All seats are taken; or a request has no hit, and too few decoded tokens: one event, and a counter."""
