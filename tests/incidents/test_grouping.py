@@ -205,6 +205,23 @@ def test_a_plugin_that_fails_to_hear_of_an_incident_silences_nobody():
     assert failed.fields["where"] == "canary_incident"
 
 
+def test_one_cause_in_many_requests_is_one_incident():
+    """Weights that changed under a kept cache: each parked prefix differs, first in the same layer. Another layer, or
+    another way of being wrong, is another incident."""
+    guarded = Guarded()
+    wrong = Violation(
+        Kind.RECOMPUTE, "full", Phase.EVENT, step=9, slot=5, page=1, request="a", source="k.1", layer=1,
+        rule="everywhere",
+    )  # fmt: skip
+    for step, name in enumerate("abc", 20):
+        slot = 40 * step
+        guarded.canary.report([replace(wrong, step=10 * step, request=name, slot=slot, page=slot // 4, source="v.1")])
+    guarded.canary.report([replace(wrong, step=400, request="d", slot=7, page=7, layer=2, source="k.2")])
+    guarded.canary.report([replace(wrong, step=500, request="e", slot=9, page=9, rule="input")])
+    assert [(i.root.request, i.total) for i in guarded.canary.incidents] == [("a", 3), ("d", 1), ("e", 1)]
+    assert [e.fields["layer"] for e in guarded.findings.told("incident")] == [1, 2, 1]
+
+
 def test_only_so_many_incidents_stay_open(monkeypatch):
     """The one that was quiet for longest takes nothing more."""
     monkeypatch.setattr("canary_core.guard.reporting.grouping.MOST_OPEN", 2)

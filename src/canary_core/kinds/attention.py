@@ -37,7 +37,7 @@ KIND = FindingKind(
             "on{different}.",
         ),
     ),
-    brings={Kind.ATTENTION: {Link.STEP, Link.REQUEST}},
+    brings={Kind.ATTENTION: {Link.STEP, Link.REQUEST, Link.LAYER}},
     diagnose=_diagnose,
     classes=(WRONG_KERNEL,),
     blame=Blame("hooks", "Recomputer.attention gives other rules than the model has"),

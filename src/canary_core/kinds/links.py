@@ -19,9 +19,13 @@ class Link(Enum):
     """The same forward."""
     CONTENT = "content"
     """One slot has the bytes of the other."""
+    LAYER = "layer"
+    """The same layer is the first one that is computed otherwise, in the same way, of whatever request."""
 
 
-NEAR_STEPS = {Link.SLOT: 1024, Link.PAGE: 1024, Link.CONTENT: 1024, Link.REQUEST: 64, Link.STEP: 1}
+NEAR_STEPS = {
+    Link.SLOT: 1024, Link.PAGE: 1024, Link.CONTENT: 1024, Link.LAYER: 1024, Link.REQUEST: 64, Link.STEP: 1
+}  # fmt: skip
 """Forwards after an incident's last finding until the link no longer holds."""
 
 CauseRow = Mapping[Kind, Set[Link]]

@@ -80,7 +80,7 @@ KIND = FindingKind(
             "other weights, or all of it wrongly.",
         ),
     ),
-    brings={Kind.RECOMPUTE: {Link.STEP, Link.REQUEST}},
+    brings={Kind.RECOMPUTE: {Link.STEP, Link.REQUEST, Link.LAYER}},
     diagnose=_diagnose,
     classes=(OTHER_INPUT, BROUGHT_KV, OTHER_ATTENTION, OTHER_WEIGHTS),
     blame=Blame("hooks", "Recomputer.compute computes something else than the engine, or cached names other slots"),

@@ -177,6 +177,9 @@ class Incidents:
 _DAMAGE = frozenset({Kind.BYTES, Kind.ARRIVAL, Kind.NON_FINITE})
 """Kinds of wrong numbers, from which others are computed."""
 
+_COMPUTED = frozenset({Kind.RECOMPUTE, Kind.ATTENTION})
+"""Kinds of what a second computation finds: one cause, such as other weights, is in every request."""
+
 
 def _keys(v: Violation) -> Iterator[Key]:
     """Keys of a finding, for itself and for others."""
@@ -191,6 +194,8 @@ def _keys(v: Violation) -> Iterator[Key]:
     for name in dict.fromkeys((None if v.kind is Kind.BYTES else v.request, v.stored_request)):
         if name is not None:
             yield Link.REQUEST, name, None
+    if v.kind in _COMPUTED:
+        yield Link.LAYER, (v.kind, v.rule, v.region), v.layer
     if v.kind is Kind.BYTES:
         yield Link.CONTENT, ("found", v.found_value), v.source
         yield Link.CONTENT, ("stored", v.stored_value), v.source
