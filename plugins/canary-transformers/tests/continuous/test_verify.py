@@ -27,6 +27,7 @@ from tiny.verified import (
 )
 
 from canary_core import CanaryError, Kind, LayerError, Verification
+from canary_core.watchers.recompute import sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,7 +155,9 @@ def test_nothing_is_made_until_somebody_asks(engine):
 
 
 def test_weights_changed_under_a_kept_cache_are_found_without_being_asked_for(engine, monkeypatch):
-    """By ``CANARY_RECOMPUTE`` alone, once the noise is known; fresh requests of the old weights were right."""
+    """By ``CANARY_RECOMPUTE`` alone, once the noise is known; fresh requests of the old weights were right. Searches
+    don't wait for the clock, so that each request is looked at."""
+    monkeypatch.setattr(sampler, "LOOK_S", 0.0)
     verified = engine(recompute="1000")
     for n in range(6):
         verified.submit(f"fresh {n}")

@@ -3,7 +3,6 @@ not blamed, and none changes. The model is broken from outside, in forwards of i
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from tiny.generation import CACHE
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from canary_core import CanaryError, Kind
+from canary_core.watchers.recompute import sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,15 +162,14 @@ def test_answers_are_the_same_bit_for_bit(recompute, answers):
     assert all(map(torch.equal, made[0][1], made[1][1]))
 
 
-def test_weights_changed_are_found_without_being_asked_for(answers):
-    """By ``CANARY_RECOMPUTE`` alone."""
+def test_weights_changed_are_found_without_being_asked_for(answers, monkeypatch):
+    """By ``CANARY_RECOMPUTE`` alone. Searches don't wait for the clock, so that each row is looked at."""
+    monkeypatch.setattr(sampler, "LOOK_S", 0.0)
     one = answers(recompute="1000")
     for _ in range(5):
         one.generate(one.prompts(2))
     assert one.guard.violations == []
-    # A search without a result is followed by a rest of 0.1 s.
-    acts = [After(PROMPT + 10, lambda: weights_change(one)), After(PROMPT + 55, lambda: time.sleep(0.2))]
-    one.generate(one.prompts(), max_new_tokens=70, stopping_criteria=StoppingCriteriaList(acts))
+    one.generate(one.prompts(), max_new_tokens=70, **after(PROMPT + 10, lambda: weights_change(one)))
     assert {v.kind for v in one.guard.violations} == {Kind.RECOMPUTE}, one.guard.stats()
     assert one.guard.stats()["recompute_differs"] > 0
 
