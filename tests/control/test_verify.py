@@ -53,6 +53,8 @@ class Engine:
         begun = subprocess.Popen(
             [sys.executable, "-m", "canary_core", "ctl", "verify", *arguments],
             env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            # Where tests run in the background of a shell, it has SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         self.clients.append(begun)
         return begun
