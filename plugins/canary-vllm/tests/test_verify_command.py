@@ -66,8 +66,9 @@ def test_running_requests_are_verified_from_another_process(ranks, tmp_path):
 
 def test_an_idle_engine_verifies_what_ended_requests_left(tmp_path):
     """By the name that the client gave, and all; then, when weights have changed under the kept cache, it finds each of
-    these prefixes by itself."""
+    these prefixes by itself, as one incident."""
     environment = {**settings(tmp_path), "CANARY_RECOMPUTE": "100%", "CANARY_LOG_FORMAT": "json"}
+    environment["CANARY_VIOLATION_LEVEL"] = "error"
     with (tmp_path / "log").open("w") as log:
         engine = subprocess.Popen(
             [sys.executable, "-m", "vllm_on_cpu.idle_script"],
@@ -110,9 +111,11 @@ def test_an_idle_engine_verifies_what_ended_requests_left(tmp_path):
         while len(found) < 3:
             # Told by the engine alone, one after the other.
             lines = (json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{"))
-            found = {line["request"] for line in lines if line["event"] == "incident"} - {"request 7"}
+            found = {line["request"] for line in lines if line["event"] == "violation"} - {"request 7"}
             assert engine.poll() is None
             time.sleep(0.2)
+        every = (json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{"))
+        assert len([line for line in every if line["event"] == "incident"]) == 1
         tell("reset")
         done = verify("--prefix-of", "request 5")
         assert done.returncode == 2, done.stdout + done.stderr
