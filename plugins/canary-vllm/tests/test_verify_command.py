@@ -103,6 +103,10 @@ def test_an_idle_engine_verifies_what_ended_requests_left(tmp_path):
             engine.stdin.flush()
             assert engine.stdout.readline() == "done\n"
 
+        def events(name: str) -> list[dict[str, str]]:
+            lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{")]
+            return [line for line in lines if line["event"] == name]
+
         tell("change")
         done = verify("--prefix-of", "request 7")
         assert done.returncode == 1, done.stdout + done.stderr
@@ -110,12 +114,10 @@ def test_an_idle_engine_verifies_what_ended_requests_left(tmp_path):
         found = set()
         while len(found) < 3:
             # Told by the engine alone, one after the other.
-            lines = (json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{"))
-            found = {line["request"] for line in lines if line["event"] == "violation"} - {"request 7"}
+            found = {event["request"] for event in events("violation")} - {"request 7"}
             assert engine.poll() is None
             time.sleep(0.2)
-        every = (json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{"))
-        assert len([line for line in every if line["event"] == "incident"]) == 1
+        assert len(events("incident")) == 1
         tell("reset")
         done = verify("--prefix-of", "request 5")
         assert done.returncode == 2, done.stdout + done.stderr
