@@ -10,8 +10,9 @@ import pytest
 import torch
 from canary_transformers.generate.forward import ModelCall
 from canary_transformers.generate.given import Given
-from tiny.answers import NEW, PROMPT, Answers, one_short, shifted_positions, skipped_layer, weights_change
+from tiny.answers import NEW, PROMPT, Answers, one_short, shifted_positions, weights_change
 from tiny.generation import CACHE
+from tiny.verified import skipped_layer
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from canary_core import CanaryError, Kind

@@ -100,18 +100,6 @@ class Answers:
         patch.setattr(second_forward, "run", run)
 
 
-def skipped_layer(answers: Answers, patch: pytest.MonkeyPatch) -> None:
-    """What layer 1 computes is thrown away."""
-    layer = answers.model.model.layers[1]
-    compute = layer.forward
-
-    def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        made = compute(hidden, *args, **kwargs)
-        return hidden if answers.acts else made
-
-    patch.setattr(layer, "forward", forward)
-
-
 def shifted_positions(answers: Answers, patch: pytest.MonkeyPatch) -> None:
     """Rotated as if one further on."""
     rotary = answers.model.model.rotary_emb

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import pytest
@@ -164,14 +164,23 @@ def shortened(mask: Any, key: int = -1) -> Any:
     return mask
 
 
-def skipped_layer(verified: Verified, patch: pytest.MonkeyPatch) -> None:
+class Faulty(Protocol):
+    """An engine with a fault. acts: whether it is there in the present forward."""
+
+    model: Any
+
+    @property
+    def acts(self) -> bool: ...
+
+
+def skipped_layer(faulty: Faulty, patch: pytest.MonkeyPatch) -> None:
     """What layer 1 computes is thrown away."""
-    layer = verified.model.model.layers[1]
+    layer = faulty.model.model.layers[1]
     compute = layer.forward
 
     def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
         made = compute(hidden, *args, **kwargs)
-        return hidden if verified.acts else made
+        return hidden if faulty.acts else made
 
     patch.setattr(layer, "forward", forward)
 
