@@ -72,6 +72,29 @@ def test_pairs_teach_and_judge(pool):
     assert pool.canary.stats()["recomputed_requests"] == 10
 
 
+@pytest.mark.parametrize(("garbage", "tokens"), [(-1.0, 24), (float("inf"), 24), (-1.0, 1)])
+def test_garbage_of_fresh_requests_is_no_noise(garbage, tokens, pool):
+    """Half of the requests that teach have garbage in layer 2, as from a kernel that goes wrong from the start. Noise
+    is that of all else, and garbage is found once it is known. A request with as much as would be a verdict teaches
+    nothing, and that is told; single tokens are left out."""
+    for n in range(16):
+        cached, computed = pool.request(f"fresh {n}")
+        if n % 2:
+            pool.tensors[2][pool.own[40 : 40 + tokens]] *= garbage
+        pool.judge.judge(cached, computed)
+    assert pool.judge.noise.known
+    assert max(pool.judge.noise.bound("kv", source).window for source in pool.region.sources) < 10 * NOISE
+    told = [event.fields for event in pool.findings.told("unjudged") if "unrelated tokens" in event.fields["reason"]]
+    window = [("fresh 1", "k.2", 40)] if tokens > 1 else []
+    assert [(one["request"], one["source"], one["position"]) for one in told] == window
+    assert pool.canary.stats().get("recompute_unlike", 0) == (7 if window else 0)
+    found = len(pool.findings.violations)
+    cached, computed = pool.request("broken")
+    pool.tensors[2][pool.own[40:72]] *= -1
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    assert [(v.layer, v.position) for v in pool.findings.violations[found:]] == [(2, 40)]
+
+
 def test_layer_zero_stays_exact(pool):
     """Where pairs were equal in every bit, one rounding is all that counts as noise."""
     pool.taught()

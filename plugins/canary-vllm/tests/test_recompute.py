@@ -57,6 +57,31 @@ def test_a_length_one_short_in_decode_is_told_where_the_decode_begins(small):
         assert told(guard, Kind.READ_LENGTH) == [(1, len(prompt), "ill", "attention")]
 
 
+def test_a_kernel_that_is_wrong_from_the_first_request_on_is_not_taken_for_noise(small):
+    """Fresh requests with garbage teach nothing, which is told; once others have taught the noise, it is found."""
+    with guarded.guard(small, **QUIET) as guard, verified.garbage_in_short_decodes(small, 120):
+        verified.begin(small, verified.DECODED, {"first": verified.prompt("first", 30)})
+        (first,) = verified.verify(small, "first")
+        verified.finish(small)
+        assert first.verdict == "unjudged"
+        (apart,) = [e.fields for e in guard.findings.told("unjudged") if "unrelated tokens" in e.fields["reason"]]
+        assert (apart["request"], apart["source"][:3], apart["position"]) == ("first", "k.1", 30)
+        assert guard.canary.stats()["recompute_unlike"] == 1
+        verified.teach(small, tokens=130)
+        verified.begin(
+            small, verified.DECODED, {"ill": verified.prompt("ill", 30), "well": verified.prompt("well", 130)}
+        )
+        # While the long one runs, no batch is short.
+        (well,) = verified.verify(small, "well")
+        small.core.abort_requests(["ill", "well"])
+        verified.finish(small)
+        verified.begin(small, verified.DECODED, {"again": verified.prompt("again", 30)})
+        (ill,) = verified.verify(small, "again")
+        verified.finish(small)
+        assert (well.verdict, ill.verdict) == ("same", "differs")
+        assert told(guard) == [(1, 30, "again", "attention")]
+
+
 def test_a_layer_that_was_skipped_for_one_request_is_told(small):
     """From the next layer on."""
     prompt = verified.prompt("skipped")

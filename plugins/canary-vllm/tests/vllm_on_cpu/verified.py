@@ -86,15 +86,15 @@ def finish(small: SmallEngine) -> None:
         pass
 
 
-def teach(small: SmallEngine, seed: object = 0) -> None:
-    """Fresh requests until the noise of the engine is known."""
+def teach(small: SmallEngine, seed: object = 0, tokens: int = 30) -> None:
+    """Fresh requests, prompts of so many tokens, until the noise of the engine is known."""
     (session,) = HOOKS.sessions
     noise = session.recomputed.judge.noise
     for turn in range(40):
         if noise.known:
             return
         names = [f"teach {turn}-{i}" for i in range(3)]
-        begin(small, DECODED, {name: prompt(f"{seed} {name}", 30) for name in names})
+        begin(small, DECODED, {name: prompt(f"{seed} {name}", tokens) for name in names})
         verify(small, *names)
         small.core.abort_requests(names)
         finish(small)
@@ -131,6 +131,26 @@ def short_decodes(small: SmallEngine, request: str) -> Iterator[None]:
         return wrong
 
     with _patched(builder, "build", make):
+        yield
+
+
+@contextmanager
+def garbage_in_short_decodes(small: SmallEngine, most: int) -> Iterator[None]:
+    """Attention of layer 0 gives garbage in decodes of sequences of ``most`` tokens and less, as that of vLLM 0.26 does
+    on a GPU with FlashAttention 3, CUDA graphs and one window in all layers."""
+    runner = small.runner
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            made, rows = forward(*args, **kwargs), len(runner.input_batch.req_ids)
+            new = runner.query_start_loc.cpu[: rows + 1].diff()
+            if int(new.max()) == 1 and runner.input_batch.num_computed_tokens_cpu[:rows].max() < most:
+                made.normal_(0, 8)
+            return made
+
+        return wrong
+
+    with _patched(runner.get_model().model.layers[0].self_attn, "forward", make):
         yield
 
 

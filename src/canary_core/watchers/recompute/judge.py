@@ -22,6 +22,10 @@ MOST_REASONS = 32
 """Different reasons of missing verdicts told by events."""
 
 UNKNOWN = "the noise of this engine is not known yet: more fresh requests must be verified first"
+UNLIKE = (
+    "this engine computed a fresh request twice, and some of its KV is as far apart as that of unrelated tokens: no "
+    "noise is learnt from such a request"
+)
 
 
 class RecomputeHost(Protocol):
@@ -71,8 +75,8 @@ class RecomputeJudge:
     rounding: gives `Recomputer.rounding`, once the first request is compared.
 
     Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_same``,
-    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`; each new reason for a missing verdict is an
-    ``unjudged`` event.
+    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_unlike``; each new reason for a
+    missing verdict is an ``unjudged`` event.
     """
 
     def __init__(self, canary: RecomputeHost, rounding: Callable[[], float]) -> None:
@@ -129,8 +133,15 @@ class RecomputeJudge:
 
     def teaches(self, cached: CachedRequest, comparison: Comparison) -> bool:
         """Whether noise is to be learnt: there is none yet, and nothing but the request computed the KV. Never from a
-        parked prefix: weights may have changed since."""
-        return not self.noise.known and not cached.touches and cached.parked is None and comparison.finite
+        parked prefix: weights may have changed since. Nor from errors that are no noise: a ``recompute_unlike``."""
+        if self.noise.known or cached.touches or cached.parked is not None:
+            return False
+        far = next(filter(None, (one.unlike() for one in comparison.errors)), None)
+        if far is not None:
+            self._canary.count("recompute_unlike")
+            source, position, error = far
+            self.doubt(UNLIKE, request=cached.request, source=source.name, position=position, error=error)
+        return far is None and comparison.finite
 
     def verdict(self, cached: CachedRequest, comparison: Comparison) -> Verification:
         """By the noise known now; reports a finding, but never about slots with changed records of a parked prefix."""

@@ -23,6 +23,8 @@ EQUAL_TOKENS, EQUAL_REQUESTS = 1024, 16
 MARGIN = 2.0
 """Bound of an error, as a multiple of the largest one of fresh requests. Random roundings are a bound as they are: each
 number is rounded, where another path rounds some."""
+UNLIKE = 1 / MARGIN
+"""An error that is no noise: with it learnt, the bound would be all of the KV itself, and hide anything."""
 
 Key = tuple[str, str]
 """Region and source by name."""
@@ -40,6 +42,20 @@ class Errors:
     def windows(self) -> tuple[list[int], Tensor]:
         """See `windows`."""
         return windows(self.values)
+
+    def unlike(self) -> tuple[KVSource, int, float] | None:
+        """Of the first layer with a median of `UNLIKE` or more: a source, the first such position, and the median."""
+        starts, medians = self.windows()
+        for row in sorted(range(len(self.sources)), key=lambda row: self.sources[row].layer):
+            far = (medians[row] >= UNLIKE).nonzero()[:, 0].tolist()
+            if far:
+                first = starts[far[0]] + int((self.values[row, starts[far[0]] :] >= UNLIKE).nonzero()[0])
+                return self.sources[row], self.positions[first], float(medians[row, far[0]])
+        return None
+
+    def like(self) -> list[tuple[KVSource, Tensor]]:
+        """Each source with the errors of its tokens that may be noise: a token that went to another expert is none."""
+        return [(source, tokens[tokens < UNLIKE]) for source, tokens in zip(self.sources, self.values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +123,7 @@ class Noise:
             self.equal_tokens += _most_tokens(pair)
         for errors in pair:
             deepest: dict[str, float] = {}
-            for source, tokens in sorted(zip(errors.sources, errors.values, strict=True), key=lambda one: one[0].layer):
+            for source, tokens in sorted(errors.like(), key=lambda one: one[0].layer):
                 worst = MARGIN * float(tokens.max()) if tokens.numel() else 0.0
                 deepest[source.half] = worst = max(worst, deepest.get(source.half, 0.0))
                 self._raise(errors.region, source, Bound(worst, worst))
@@ -118,7 +134,7 @@ class Noise:
 
     def _widen(self, errors: Errors, margin: float) -> None:
         _, medians = errors.windows()
-        for source, windows, tokens in zip(errors.sources, medians, errors.values, strict=True):
+        for (source, tokens), windows in zip(errors.like(), medians, strict=True):
             if tokens.numel():
                 window = margin * float(windows.max()) if windows.numel() else 0.0
                 self._raise(errors.region, source, Bound(window, margin * float(tokens.max())))
