@@ -24,7 +24,7 @@ MARGIN = 2.0
 """Bound of an error, as a multiple of the largest one of fresh requests. Random roundings are a bound as they are: each
 number is rounded, where another path rounds some."""
 UNLIKE = 1 / MARGIN
-"""An error that is no noise: with it learnt, the bound would be all of the KV itself, and hide anything."""
+"""An error too large for noise: a bound learnt from such errors would be the size of the KV, and hide anything."""
 
 Key = tuple[str, str]
 """Region and source by name."""
@@ -54,7 +54,7 @@ class Errors:
         return None
 
     def like(self) -> list[tuple[KVSource, Tensor]]:
-        """Each source with the errors of its tokens that may be noise: a token that went to another expert is none."""
+        """The errors below `UNLIKE` of each source. A token sent to another expert may have a larger one."""
         return [(source, tokens[tokens < UNLIKE]) for source, tokens in zip(self.sources, self.values, strict=True)]
 
 
