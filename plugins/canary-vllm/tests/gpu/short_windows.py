@@ -4,7 +4,7 @@
     python3 short_windows.py --guarded   # graphs and the window under Canary, which computes requests again
 
 Of each greedy answer some tokens are asked for once more, as the first token of a fresh prompt with all before. A row
-has how many agree, and of how many, by the length of the prompts. Each engine is a process of its own. Canary is no
+has how many agree, and of how many, by the length of the prompts. Each engine is a process of its own, all at once. Canary is no
 part of it, but with ``--guarded``.
 """
 
@@ -15,6 +15,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,10 @@ def main() -> None:
         more = {"CANARY_PLUGINS": "vllm", "CANARY_RECOMPUTE": "100%", "CANARY_LOG_FORMAT": "json"}
         print("\n".join(run("--child", "guarded", "-", **more)))
     else:
-        for model in ("mistral", "llama"):
-            for way in ("graphs", "eager"):
-                print(model, way, *run("--child", model, way))
+        ways = [(model, way) for model in ("mistral", "llama") for way in ("graphs", "eager")]
+        with ThreadPoolExecutor() as pool:
+            for way, rows in zip(ways, pool.map(lambda way: run("--child", *way), ways), strict=True):
+                print(*way, *rows)
 
 
 if __name__ == "__main__":
