@@ -4,8 +4,8 @@
     python3 short_windows.py --guarded   # graphs and the window under Canary, which computes requests again
 
 Of each greedy answer some tokens are asked for once more, as the first token of a fresh prompt with all before. A row
-has how many agree, and of how many, by the length of the prompts. Each engine is a process of its own, all at once. Canary is no
-part of it, but with ``--guarded``.
+has how many agree, and of how many, by the length of the prompts. Each engine is a process of its own, all at once.
+Canary is no part of it, but with ``--guarded``.
 """
 
 import argparse
