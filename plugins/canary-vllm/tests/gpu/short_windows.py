@@ -1,6 +1,6 @@
 """Decodes of a real vLLM on a GPU whose model has one window in all layers: are they what its own prefill computes?
 
-    python3 short_windows.py             # unguarded: a window of 128 tokens and none, with CUDA graphs and without
+    python3 short_windows.py             # unguarded: a window of 128 tokens, or none; CUDA graphs, one split, eager
     python3 short_windows.py --guarded   # graphs and the window under Canary, which computes requests again
 
 Of each greedy answer some tokens are asked for once more, as the first token of a fresh prompt with all before. A row
@@ -27,13 +27,15 @@ LENGTHS = (20, 300)
 """Tokens of prompts: an answer ends within the window, or begins behind it."""
 
 
-def engine(model: str, eager: bool) -> Any:
+def engine(model: str, way: str) -> Any:
     """An engine with random weights with which layers matter."""
     from soak import gpu_models, on_vllm
     from soak.setups import GRAPHS, ON_GPU
     from vllm import LLM
 
-    options = {**ON_GPU, **({"enforce_eager": True} if eager else GRAPHS), "enable_prefix_caching": False}
+    options = {**ON_GPU, **({"enforce_eager": True} if way == "eager" else GRAPHS), "enable_prefix_caching": False}
+    if way == "one_split":
+        options["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
     llm = LLM(model=gpu_models.folder(model, Path(tempfile.mkdtemp())), **options)
     on_vllm.randomize(
         llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
@@ -50,9 +52,9 @@ def answers(llm: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in llm.generate(given, params, use_tqdm=False)]
 
 
-def child(model: str, eager: bool) -> None:
+def child(model: str, way: str) -> None:
     """One engine: how many tokens agree, of how many, by the length of the prompts."""
-    llm = engine(model, eager)
+    llm = engine(model, way)
     row = {}
     for length in LENGTHS:
         draw = random.Random(length)
@@ -69,7 +71,7 @@ def guarded() -> None:
     """Graphs and the window under Canary: the long ones teach it the noise, then the short ones are computed again."""
     from canary_vllm.hooks import HOOKS
 
-    llm = engine("mistral", eager=False)
+    llm = engine("mistral", "graphs")
     (session,) = HOOKS.sessions
     for length in (*reversed(LENGTHS), LENGTHS[0]):
         draw = random.Random(f"guarded {length}")
@@ -101,12 +103,12 @@ def main() -> None:
     if args.child and args.child[0] == "guarded":
         guarded()
     elif args.child:
-        child(args.child[0], args.child[1] == "eager")
+        child(*args.child)
     elif args.guarded:
         more = {"CANARY_PLUGINS": "vllm", "CANARY_RECOMPUTE": "100%", "CANARY_LOG_FORMAT": "json"}
         print("\n".join(run("--child", "guarded", "-", **more)))
     else:
-        ways = [(model, way) for model in ("mistral", "llama") for way in ("graphs", "eager")]
+        ways = [("mistral", "graphs"), ("mistral", "one_split"), ("mistral", "eager"), ("llama", "graphs")]
         with ThreadPoolExecutor() as pool:
             for way, rows in zip(ways, pool.map(lambda way: run("--child", *way), ways), strict=True):
                 print(*way, *rows)
