@@ -22,6 +22,7 @@ from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
 from canary_adapters.hash_chain import HashChain
+from canary_adapters.internal_requests import InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.layer_stores import follow_stores
 from canary_adapters.lengths import PrefixLens, UniformLens
@@ -29,7 +30,7 @@ from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
 from canary_adapters.parked_blocks import free_blocks
-from canary_adapters.parked_prefixes import ParkedPrefix, ParkedPrefixes
+from canary_adapters.parked_prefixes import ADAPTER, ParkedPrefix, ParkedPrefixes
 from canary_adapters.pools import (
     GrowingPool,
     JoinedPools,
@@ -44,14 +45,7 @@ from canary_adapters.pools import (
 )
 from canary_adapters.probe import ProbedLayouts, ProbedPiece, probe_layout
 from canary_adapters.recompute_pairs import RecomputePairs, model_rounding
-from canary_adapters.recompute_requests import (
-    InternalRequests,
-    RecomputePair,
-    Recomputes,
-    Running,
-    is_internal,
-    recompute_off,
-)
+from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, deliver
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sampled_tokens import sampled_tokens
@@ -72,10 +66,12 @@ from canary_adapters.touched_requests import TouchedRequests
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.ops.upload import upload
+from canary_core.recomputer import recompute_off
 from canary_core.records import FIRST_CONTENT
 from canary_core.runtime.streams import BatchRows
 
 __all__ = [
+    "ADAPTER",
     "ANSWER_TOKENS",
     "ATTENTION_TYPES",
     "CHECKED_DTYPES",
