@@ -43,6 +43,7 @@ from canary_adapters.pools import (
     kv_layers,
     stacked_layers,
 )
+from canary_adapters.prefix_hits import hits_unchecked
 from canary_adapters.probe import ProbedLayouts, ProbedPiece, probe_layout
 from canary_adapters.recompute_pairs import RecomputePairs, model_rounding
 from canary_adapters.recompute_requests import Recomputes
@@ -65,6 +66,7 @@ from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknow
 from canary_adapters.touched_requests import TouchedRequests
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
+from canary_core.errors import error_text
 from canary_core.ops.upload import upload
 from canary_core.recomputer import recompute_off
 from canary_core.records import FIRST_CONTENT
@@ -153,9 +155,11 @@ __all__ = [
     "default_store",
     "deliver",
     "embedding_numbers",
+    "error_text",
     "follow_stores",
     "free_blocks",
     "growing_source",
+    "hits_unchecked",
     "is_internal",
     "kv_layers",
     "layer_numbers",

@@ -252,7 +252,7 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(small):
         verdicts = []
         for turn, prompts in enumerate(rounds):
             assert small.serve(prompts, 10, f"t{turn}") == plain[turn]
-            parked.requests(small)._recomputes._rest_until = 0.0
+            parked.requests(small)._recomputes._proofs._rest_until = 0.0
             parked.idle(small, 2)
             verdicts += [one.verdict for one in parked.every(small).values()]
         assert set(verdicts) == {"same", "gone"}

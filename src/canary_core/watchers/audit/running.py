@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView
-from canary_core.errors import CanaryError
+from canary_core.errors import CanaryError, error_text
 from canary_core.events import Event
 from canary_core.region import KVSource, Region, Uncovered
 from canary_core.runtime.streams import capturing
@@ -254,7 +254,7 @@ class RunningAudit:
             self.forget(region, None)
 
     def _fall_over(self, error: Exception) -> None:
-        self._skip(str(error) if isinstance(error, CanaryError) else f"{type(error).__name__}: {error}")
+        self._skip(str(error) if isinstance(error, CanaryError) else error_text(error))
 
     def _skip(self, reason: str) -> None:
         if self._left:
