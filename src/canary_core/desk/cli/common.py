@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from canary_core.config import CanaryConfig
 from canary_core.errors import CanaryError, ControlError
 
+Html = Annotated[Path | None, typer.Option("--html", help="Write the whole as one HTML page to this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -78,10 +78,11 @@ class Reporter:
         self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self._probe)
         """Whether a finding would be told."""
         self.repairs: Repairs | None = None
-        if self._config.repair:
+        if self._config.repair and workspace.states:
             from canary_core.guard.reporting import repairs
 
-            self.repairs = repairs.Repairs.of(workspace, switch, canary.audit, self._condemn, self.incidents)
+            if repairs.able(workspace, switch):
+                self.repairs = repairs.Repairs(workspace, switch, canary.audit, self._condemn, self.incidents)
         self._first: Incident | None = None
         self._read_forwards = self._stalled = 0
         self.counters = [0] * workspace.shared.counters.shape[0]
