@@ -30,7 +30,7 @@ from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
 from canary_adapters.parked_blocks import free_blocks
-from canary_adapters.parked_prefixes import ADAPTER, ParkedPrefix, ParkedPrefixes
+from canary_adapters.parked_prefixes import LOST_ADAPTER, ParkedPrefix, ParkedPrefixes
 from canary_adapters.pools import (
     GrowingPool,
     JoinedPools,
@@ -73,11 +73,11 @@ from canary_core.records import FIRST_CONTENT
 from canary_core.runtime.streams import BatchRows
 
 __all__ = [
-    "ADAPTER",
     "ANSWER_TOKENS",
     "ATTENTION_TYPES",
     "CHECKED_DTYPES",
     "FIRST_CONTENT",
+    "LOST_ADAPTER",
     "MARK",
     "TABLE_STEP",
     "AdapterContents",

@@ -19,7 +19,7 @@ PARKED = "canary-parked-"
 ALL_PARKED = "canary-all-parked"
 """The prefixes of all remembered requests."""
 
-ADAPTER = "its adapter may be another one by now, or gone, and an engine can end where it loads none"
+LOST_ADAPTER = "its adapter may be another one by now, or gone, and an engine can end where it loads none"
 """Reason against a second computation of a request with an adapter."""
 
 REMEMBERED = 2

@@ -10,7 +10,7 @@ from typing import Any
 from canary_adapters.internal_requests import InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.marked_outputs import WANTED
 from canary_adapters.parked_blocks import BlockPrefix, free_blocks
-from canary_adapters.parked_prefixes import ADAPTER, GroupBlocks, ParkedPrefixes
+from canary_adapters.parked_prefixes import LOST_ADAPTER, GroupBlocks, ParkedPrefixes
 from canary_adapters.recompute_pairs import RecomputePairs
 from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.touched_requests import TouchedRequests
@@ -256,7 +256,7 @@ class SchedulerRequests(InternalRequests):
         alias = name[:-9] if re.fullmatch("-[0-9a-f]{8}", name[-9:]) else None
         why = self._why_not(request)
         if why is None and request.lora_request is not None:
-            why = ADAPTER
+            why = LOST_ADAPTER
         prefix = BlockPrefix(name=name, alias=alias, why=why, touches=self._touched.of(name))
         if why is None:
             held = zip(self._block_sizes, self._manager.get_blocks(name).blocks, strict=True)

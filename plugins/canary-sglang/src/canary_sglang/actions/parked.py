@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from canary_adapters import ADAPTER, ParkedPrefix, ParkedPrefixes, is_internal
+from canary_adapters import LOST_ADAPTER, ParkedPrefix, ParkedPrefixes, is_internal
 from canary_core import Patches, Touch
 from canary_sglang.compat import caches
 
@@ -82,7 +82,7 @@ class RadixPrefixes:
     def _ended(self, request: Any, tokens: int) -> None:
         why = self._why_not(request)
         if why is None and request.lora_id is not None:
-            why = ADAPTER
+            why = LOST_ADAPTER
         content = NONE
         if why is None:
             ids = (request.origin_input_ids + request.output_ids)[:tokens]
