@@ -16,10 +16,10 @@ BYTE_SIZE = TypeAdapter(ByteSize)
 MOST_BYTES = (1 << 63) - 1
 
 Untested = Literal["guard", "refuse"]
-Value = TypeVar("Value", bound="Written")
+Value = TypeVar("Value", bound="AsWritten")
 
 
-class Written:
+class AsWritten:
     """A value that prints as written."""
 
     __slots__ = ()
@@ -40,7 +40,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class ScrubBudget(Written):
+class ScrubBudget(AsWritten):
     """Work allowed to the scrub: either a ``share`` of the time (0 to 1) or ``step_bytes`` after each forward."""
 
     share: float | None = None
@@ -72,7 +72,7 @@ class ScrubBudget(Written):
 
 
 @dataclass(frozen=True, slots=True)
-class RecomputeShare(Written):
+class RecomputeShare(AsWritten):
     """Requests computed again: either a ``share`` of the time (0 to 1), or so many ``verdicts`` and no more."""
 
     share: float = 0.0
@@ -95,7 +95,7 @@ class RecomputeShare(Written):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShare(Written):
+class LayerShare(AsWritten):
     """Every ``parts``-th layer of a region, from its ``turn``-th on (from 0; None: see `layers.turn_of`)."""
 
     parts: int = 1
@@ -117,7 +117,7 @@ class LayerShare(Written):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryShare(Written):
+class MemoryShare(AsWritten):
     """Part of a pool's bytes (0 to 1) that Canary's own may take, or None for no limit."""
 
     share: float | None = 0.01
