@@ -4,7 +4,6 @@ from typing import Any, Protocol
 
 from canary_core.config import CanaryConfig
 from canary_core.events import Event
-from canary_core.recomputer import recompute_off
 
 LOOKED_AT = 64
 """Forwards within which a plugin has said who can compute requests again."""
@@ -30,6 +29,8 @@ def unable_to_recompute(canary: Glanced | None) -> Event | None:
     """The event where ``CANARY_RECOMPUTE`` is on, forwards go on, and nobody can compute anything again."""
     if canary is None or not canary.config.recompute or canary.verifier or canary.step.forwards < LOOKED_AT:
         return None
+    from canary_core.recomputer import recompute_off
+
     return recompute_off(
         "CANARY_RECOMPUTE is on, and nobody can compute requests of this pool again: see docs/verify.md"
     )
