@@ -22,6 +22,7 @@ from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
 from canary_adapters.hash_chain import HashChain
+from canary_adapters.internal_requests import InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.layer_stores import follow_stores
 from canary_adapters.lengths import PrefixLens, UniformLens
@@ -29,7 +30,7 @@ from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
 from canary_adapters.parked_blocks import free_blocks
-from canary_adapters.parked_prefixes import ParkedPrefix, ParkedPrefixes
+from canary_adapters.parked_prefixes import LOST_ADAPTER, ParkedPrefix, ParkedPrefixes
 from canary_adapters.pools import (
     GrowingPool,
     JoinedPools,
@@ -42,16 +43,10 @@ from canary_adapters.pools import (
     kv_layers,
     stacked_layers,
 )
+from canary_adapters.prefix_hits import hits_unchecked
 from canary_adapters.probe import ProbedLayouts, ProbedPiece, probe_layout
 from canary_adapters.recompute_pairs import RecomputePairs, model_rounding
-from canary_adapters.recompute_requests import (
-    InternalRequests,
-    RecomputePair,
-    Recomputes,
-    Running,
-    is_internal,
-    recompute_off,
-)
+from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, deliver
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sampled_tokens import sampled_tokens
@@ -71,7 +66,9 @@ from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknow
 from canary_adapters.touched_requests import TouchedRequests
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
+from canary_core.errors import error_text
 from canary_core.ops.upload import upload
+from canary_core.recomputer import recompute_off
 from canary_core.records import FIRST_CONTENT
 from canary_core.runtime.streams import BatchRows
 
@@ -80,6 +77,7 @@ __all__ = [
     "ATTENTION_TYPES",
     "CHECKED_DTYPES",
     "FIRST_CONTENT",
+    "LOST_ADAPTER",
     "MARK",
     "TABLE_STEP",
     "AdapterContents",
@@ -157,9 +155,11 @@ __all__ = [
     "default_store",
     "deliver",
     "embedding_numbers",
+    "error_text",
     "follow_stores",
     "free_blocks",
     "growing_source",
+    "hits_unchecked",
     "is_internal",
     "kv_layers",
     "layer_numbers",

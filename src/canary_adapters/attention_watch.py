@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from canary_adapters.attention_rules import AttentionLayer
-from canary_adapters.recompute_requests import is_internal
+from canary_adapters.internal_requests import is_internal
 from canary_core import Attended, AttentionRule, Canary, KVSource, Patches
 
 if TYPE_CHECKING:

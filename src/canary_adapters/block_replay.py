@@ -8,6 +8,7 @@ from torch import Tensor
 
 from canary_adapters.block_breaches import BlockSweep
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup
+from canary_adapters.prefix_hits import hits_unchecked
 from canary_core import Arrival, Canary, Event, Origin, Writers
 from canary_core.ops.upload import upload
 
@@ -90,9 +91,10 @@ class BlockReplay:
         self._next: int | None = None
         self._over = False
         self._missing = 0
-        self._hits = canary.config.hit_check
-        if self._hits and canary.config.bytes == "off":
-            self._unchecked("CANARY_BYTES=off: no bytes are known")
+        untold = hits_unchecked(canary.config)
+        self._hits = canary.config.hit_check and untold is None
+        if untold is not None:
+            canary.tell(untold)
 
     def replay(self, message: BlockMessage | None, given: Callable[[], Sequence[Sequence[Sequence[int]]]]) -> None:
         """``message``: None where the scheduler is not followed. ``given``: blocks by group, of each request that got

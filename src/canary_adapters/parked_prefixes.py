@@ -19,6 +19,9 @@ PARKED = "canary-parked-"
 ALL_PARKED = "canary-all-parked"
 """The prefixes of all remembered requests."""
 
+LOST_ADAPTER = "its adapter may be another one by now, or gone, and an engine can end where it loads none"
+"""Reason against a second computation of a request with an adapter."""
+
 REMEMBERED = 2
 """Remembered tokens of ended requests for each token of the prefix cache: prefixes are shared."""
 
@@ -80,7 +83,10 @@ class ParkedPrefixes:
         return cls(REMEMBERED * tokens)
 
     def add(self, prefix: ParkedPrefix) -> None:
-        """A request has ended. An older one of the same name is forgotten."""
+        """A request has ended. An older one of the same name is forgotten. Does nothing where no content was left, and
+        no reason is to be told."""
+        if prefix.why is None and not prefix.content:
+            return
         self._drop(prefix.name)
         if prefix.why is not None:
             self._counts["parked_left_out"] += 1

@@ -12,8 +12,8 @@ import torch
 
 from canary_adapters.attention_watch import AttentionCalls, AttentionWatch
 from canary_adapters.block_events import BlockGroup
+from canary_adapters.internal_requests import LEAST_TOKENS, RecomputePair, is_internal, slots_of
 from canary_adapters.parked_prefixes import ALL_PARKED, PARKED
-from canary_adapters.recompute_requests import LEAST_TOKENS, RecomputePair, is_internal, slots_of
 from canary_core import CachedRequest, Canary, CanaryError, Computed, Verification
 from canary_core.ops.upload import upload
 
@@ -59,6 +59,11 @@ class _Ask:
         if self.answer.set_running_or_notify_cancel():
             self.answer.set_result([self.got[name] for name in self.names])
         return True
+
+    def fail(self, why: str) -> None:
+        """Tells whoever waits that nothing will come."""
+        if self.answer.set_running_or_notify_cancel():
+            self.answer.set_exception(CanaryError(why))
 
 
 class RecomputePairs:
@@ -187,8 +192,7 @@ class RecomputePairs:
         with self._lock:
             waiting, self._waiting, self._asked = [*self._waiting, *self._asked], [], []
         for one in waiting:
-            if one.answer.set_running_or_notify_cancel():
-                one.answer.set_exception(CanaryError(ENDED))
+            one.fail(ENDED)
 
     def _listed(self, pair: RecomputePair) -> None:
         """The scheduler has told the names of all parked prefixes."""
@@ -196,8 +200,8 @@ class RecomputePairs:
             for one in self._waiting:
                 if list(one.names) == [ALL_PARKED]:
                     one.names = pair.names
-                    if pair.why is not None and one.answer.set_running_or_notify_cancel():
-                        one.answer.set_exception(CanaryError(pair.why))
+                    if pair.why is not None:
+                        one.fail(pair.why)
             self._waiting = [one for one in self._waiting if not one.answer.done() and not one.finish()]
 
     def _missed(self, pair: RecomputePair, why: str) -> None:

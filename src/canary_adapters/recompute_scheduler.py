@@ -3,24 +3,18 @@
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from canary_adapters.internal_requests import InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.marked_outputs import WANTED
 from canary_adapters.parked_blocks import BlockPrefix, free_blocks
-from canary_adapters.parked_prefixes import GroupBlocks, ParkedPrefixes
+from canary_adapters.parked_prefixes import LOST_ADAPTER, GroupBlocks, ParkedPrefixes
 from canary_adapters.recompute_pairs import RecomputePairs
-from canary_adapters.recompute_requests import (
-    InternalRequests,
-    RecomputePair,
-    Recomputes,
-    Running,
-    is_internal,
-)
+from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.touched_requests import TouchedRequests
-from canary_core import Event, Patches, emit
+from canary_core import Patches
 from canary_core.config.values import RecomputeShare
 
 PAIRS = "canary_recompute"
@@ -109,19 +103,19 @@ class SchedulerRequests(InternalRequests):
     def note(self, output: Any) -> None:
         """The scheduler has made ``output``: takes in the requests that begin in the middle, or again. All that must be
         known before anybody asks."""
-        with self._sheltered():
+        with self._recomputes.sheltered():
             self._note(output)
 
     def hear(self, made: Any) -> None:
         """A runner has made an output, with requests that somebody asks for."""
         wanted = getattr(made, WANTED, ())
         if wanted:
-            with self._sheltered():
+            with self._recomputes.sheltered():
                 self._want(wanted)
 
     def idle(self, workers: "IdleWorkers", wake: Callable[[], None]) -> None:
         """The engine is about to wait: for a request, or for a call of ``wake`` on any thread."""
-        with self._sheltered():
+        with self._recomputes.sheltered():
             self._stop_timer()
             if self._scheduler.pause_state.name != "UNPAUSED":
                 return
@@ -214,14 +208,14 @@ class SchedulerRequests(InternalRequests):
 
     def _schedules(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def schedule(*args: Any, **kwargs: Any) -> Any:
-            with self._sheltered():
+            with self._recomputes.sheltered():
                 self._recomputes.before()
                 live, running = self._recomputes.live, self._scheduler.running
                 if live and len(running) > 1:
                     # The last one of the batch is preempted first.
                     running.sort(key=lambda request: request.request_id in live)
             output = original(*args, **kwargs)
-            with self._sheltered():
+            with self._recomputes.sheltered():
                 pairs = self._recomputes.after(int(output.total_num_scheduled_tokens))
                 if pairs:
                     setattr(output, PAIRS, pairs)
@@ -233,7 +227,7 @@ class SchedulerRequests(InternalRequests):
         def update(*args: Any, **kwargs: Any) -> Any:
             outputs = original(*args, **kwargs)
             if self._recomputes.live:
-                with self._sheltered():
+                with self._recomputes.sheltered():
                     _without(self._recomputes.live, outputs)
             return outputs
 
@@ -248,7 +242,7 @@ class SchedulerRequests(InternalRequests):
     def _frees(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def free(request: Any, *args: Any, **kwargs: Any) -> Any:
             if request.is_finished() and not is_internal(request.request_id):
-                with self._sheltered():
+                with self._recomputes.sheltered():
                     self._ended(request)
             return original(request, *args, **kwargs)
 
@@ -262,24 +256,12 @@ class SchedulerRequests(InternalRequests):
         alias = name[:-9] if re.fullmatch("-[0-9a-f]{8}", name[-9:]) else None
         why = self._why_not(request)
         if why is None and request.lora_request is not None:
-            why = "its adapter may be another one by now, or gone, and an engine can end where it loads none"
+            why = LOST_ADAPTER
         prefix = BlockPrefix(name=name, alias=alias, why=why, touches=self._touched.of(name))
         if why is None:
             held = zip(self._block_sizes, self._manager.get_blocks(name).blocks, strict=True)
             prefix.take(request.all_token_ids[: _running(request).tokens], held)
-        if why is not None or prefix.content:
-            self.parked.add(prefix)
-
-    @contextmanager
-    def _sheltered(self) -> Iterator[None]:
-        """After an exception of ours nothing is computed again any more; none reaches the scheduler."""
-        try:
-            yield
-        except Exception as error:
-            reason = f"requests are not computed again: {type(error).__name__}: {error}"
-            self._recomputes.stop(reason)
-            self.parked = reason
-            emit(Event("hooks_left_out", "error", {"reason": reason}))
+        self.parked.add(prefix)
 
     def _note(self, output: Any) -> None:
         counted = self._recomputes.counted()

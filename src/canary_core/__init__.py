@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from canary_core.watchers.recompute import (
         AttentionError,
         LayerError,
+        Questions,
         Recompute,
         RecomputeJudge,
         Verification,
@@ -104,6 +105,7 @@ __all__ = [
     "Placement",
     "PluginError",
     "PoolAdapter",
+    "Questions",
     "RankGroup",
     "ReadLens",
     "ReadTable",
@@ -168,7 +170,15 @@ _WHEN_ASKED = {
     "watchers.audit.memory": ("tensors_of",),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),
-    "watchers.recompute": ("AttentionError", "LayerError", "Recompute", "RecomputeJudge", "Verification", "Verifier"),
+    "watchers.recompute": (
+        "AttentionError",
+        "LayerError",
+        "Questions",
+        "Recompute",
+        "RecomputeJudge",
+        "Verification",
+        "Verifier",
+    ),
 }
 """Public names that not every engine needs, by the module that is loaded with the first use of one."""
 

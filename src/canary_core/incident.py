@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from canary_core.kinds import registry
 from canary_core.records import Kind
 from canary_core.violation import Violation
+from canary_core.wording import by_name
 
 if TYPE_CHECKING:
     from canary_core.kinds.classes import Diagnosis
@@ -99,7 +100,7 @@ class Incident:
         out: dict[str, object] = {"incident": self.number, "findings": self.total}
         out |= {name: root[name] for name in _OF_THE_ROOT if name in root}
         if len(self.kinds) > 1 or self.total > 1:
-            out["consequences"] = {kind.name.lower(): number for kind, number in self.consequences.items()}
+            out["consequences"] = by_name(self.consequences)
             out["slots"], out["pages"] = len(self.slots), len(self.pages)
             out["requests"] = names[:NAMED] + ([f"and {len(names) - NAMED} more"] if len(names) > NAMED else [])
             if self.last_step != self.root.step:
@@ -111,7 +112,7 @@ class Incident:
         return {**out, "explanation": self.root.explanation}
 
     def __str__(self) -> str:
-        followed = ", ".join(f"{kind.name.lower()} {number}" for kind, number in self.consequences.items())
+        followed = ", ".join(f"{kind} {number}" for kind, number in by_name(self.consequences).items())
         text = f"{self.root}" + (f" It brought more findings: {followed}." if followed else "")
         text += f" Words that were put back: {self.repaired}." if self.repaired else ""
         return text + (f" {self.diagnoses[0].sentence}" if self.diagnoses else "")

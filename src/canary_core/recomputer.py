@@ -8,11 +8,25 @@ from typing import Literal
 from torch import Tensor
 
 from canary_core.attention import AttentionObserver, AttentionRule
+from canary_core.events import Event, Level
 from canary_core.region import KVSource, Region
 
 STARVED_LOOKS = 250
 """Looks in a row for a request of ``CANARY_RECOMPUTE`` without one to choose, though there are some, until a
 ``recompute_starved`` event says so."""
+
+
+def recompute_starved(looks: int, reason: str) -> Event | None:
+    """``CANARY_RECOMPUTE`` is on, and of so many looks in a row none found a request to choose. None but for the last
+    of `STARVED_LOOKS`."""
+    if looks != STARVED_LOOKS:
+        return None
+    return Event("recompute_starved", "warning", {"looks": looks, "reason": reason})
+
+
+def recompute_off(reason: str, level: Level = "warning") -> Event:
+    """``CANARY_RECOMPUTE`` is on, and nothing is computed again."""
+    return Event("recompute_off", level, {"reason": reason})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -161,7 +161,7 @@ def test_an_idle_engine_proves_prefixes_in_turn_and_leaves_the_cache_as_it_was(s
     with guarded.guard(small, **QUIET, recompute="100%") as guard:
         recomputes = parked.requests(small)._recomputes
         now = [100.0]
-        recomputes._clock = lambda: now[0]
+        recomputes._proofs._clock = lambda: now[0]
         for name in "abc":
             parked.serve(small, name, verified.prompt(name, 100))
         before = parked.queue(small)
@@ -252,7 +252,7 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(small):
         verdicts = []
         for turn, prompts in enumerate(rounds):
             assert small.serve(prompts, 10, f"t{turn}") == plain[turn]
-            parked.requests(small)._recomputes._rest_until = 0.0
+            parked.requests(small)._recomputes._proofs._rest_until = 0.0
             parked.idle(small, 2)
             verdicts += [one.verdict for one in parked.every(small).values()]
         assert set(verdicts) == {"same", "gone"}

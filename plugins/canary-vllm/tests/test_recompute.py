@@ -5,7 +5,7 @@ from canary_vllm.hooks import HOOKS
 from vllm_on_cpu import guarded, verified
 
 from canary_adapters import recompute_requests
-from canary_core import CanaryError, Kind, Touch
+from canary_core import CanaryError, Kind, Touch, recomputer
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
 QUIET = dict(read_check=0, scrub_budget="0", bytes="off")
@@ -133,7 +133,7 @@ def test_so_many_are_computed_again_and_no_more(small, monkeypatch):
 )
 def test_a_scheduler_that_finds_nothing_to_compute_again_says_so(requests, counted, reason, small, monkeypatch):
     """All seats are taken; or a request has no hit, and too few decoded tokens: one event, and a counter."""
-    monkeypatch.setattr(recompute_requests, "STARVED_LOOKS", 3)
+    monkeypatch.setattr(recomputer, "STARVED_LOOKS", 3)
     with guarded.guard(small, **QUIET, recompute="100%") as guard:
         for name in range(requests):
             small.submit(str(name), verified.prompt(name, 40), 24)

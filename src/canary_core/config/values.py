@@ -4,7 +4,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ByteSize, PlainSerializer, TypeAdapter, ValidationError
 from pydantic_settings import NoDecode
@@ -16,23 +16,40 @@ BYTE_SIZE = TypeAdapter(ByteSize)
 MOST_BYTES = (1 << 63) - 1
 
 Untested = Literal["guard", "refuse"]
+Value = TypeVar("Value", bound="AsWritten")
+
+
+class AsWritten:
+    """A value that prints as written."""
+
+    __slots__ = ()
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def parse(cls: type[Value], value: object) -> Value:
+        """By `read`, unless it is one. Raises `ConfigError`."""
+        return value if isinstance(value, cls) else cls.read(str(value).strip(), value)
+
+    @classmethod
+    def read(cls: type[Value], text: str, value: object) -> Value:
+        """From ``text``, given as ``value``. Raises `ConfigError`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class ScrubBudget:
-    """Work allowed to the scrub: either a ``share`` of the time (0 to 1) or ``step_bytes`` after each forward. Prints
-    as written."""
+class ScrubBudget(AsWritten):
+    """Work allowed to the scrub: either a ``share`` of the time (0 to 1) or ``step_bytes`` after each forward."""
 
     share: float | None = None
     step_bytes: int = 0
     text: str = field(default="0", compare=False)
 
     @classmethod
-    def parse(cls, value: object) -> "ScrubBudget":
+    def read(cls, text: str, value: object) -> "ScrubBudget":
         """From ``1%``, ``64MiB`` (units of `pydantic.ByteSize`), ``4096`` (bytes) or ``0``. Raises `ConfigError`."""
-        if isinstance(value, cls):
-            return value
-        text = str(value).strip()
         # All of the text, since ByteSize takes what comes first in it and lets the rest go.
         written = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|\w*)", text)
         number, unit = written.groups() if written else ("", "")
@@ -53,25 +70,18 @@ class ScrubBudget:
             raise ConfigError(f"CANARY_SCRUB_BUDGET must be below 8EiB per forward, got {value!r}")
         return cls(step_bytes=step_bytes, text=text)
 
-    def __str__(self) -> str:
-        return self.text
-
 
 @dataclass(frozen=True, slots=True)
-class RecomputeShare:
-    """Requests computed again: either a ``share`` of the time (0 to 1), or so many ``verdicts`` and no more. Prints as
-    written."""
+class RecomputeShare(AsWritten):
+    """Requests computed again: either a ``share`` of the time (0 to 1), or so many ``verdicts`` and no more."""
 
     share: float = 0.0
     verdicts: int = 0
     text: str = field(default="0", compare=False)
 
     @classmethod
-    def parse(cls, value: object) -> "RecomputeShare":
+    def read(cls, text: str, value: object) -> "RecomputeShare":
         """From ``1%``, ``8`` (verdicts) or ``0``. Raises `ConfigError`."""
-        if isinstance(value, cls):
-            return value
-        text = str(value).strip()
         written = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)\s*%|(\d{1,9})", text)
         if written is None or (written[1] and float(written[1]) > 100):
             raise ConfigError(
@@ -83,25 +93,18 @@ class RecomputeShare:
     def __bool__(self) -> bool:
         return self.share > 0 or self.verdicts > 0
 
-    def __str__(self) -> str:
-        return self.text
-
 
 @dataclass(frozen=True, slots=True)
-class LayerShare:
-    """Every ``parts``-th layer of a region, from its ``turn``-th on (from 0; None: see `layers.turn_of`). Prints as
-    written."""
+class LayerShare(AsWritten):
+    """Every ``parts``-th layer of a region, from its ``turn``-th on (from 0; None: see `layers.turn_of`)."""
 
     parts: int = 1
     turn: int | None = None
     text: str = field(default="all", compare=False)
 
     @classmethod
-    def parse(cls, value: object) -> "LayerShare":
+    def read(cls, text: str, value: object) -> "LayerShare":
         """From ``all``, ``1/8`` or ``1/8@3``. Raises `ConfigError`."""
-        if isinstance(value, cls):
-            return value
-        text = str(value).strip()
         written = re.fullmatch(r"1/(\d{1,4})(?:@(\d{1,4}))?", text)
         if text.lower() == "all":
             return cls()
@@ -112,32 +115,23 @@ class LayerShare:
             )
         return cls(parts, turn, text)
 
-    def __str__(self) -> str:
-        return self.text
-
 
 @dataclass(frozen=True, slots=True)
-class MemoryShare:
-    """Part of a pool's bytes (0 to 1) that Canary's own may take, or None for no limit. Prints as written."""
+class MemoryShare(AsWritten):
+    """Part of a pool's bytes (0 to 1) that Canary's own may take, or None for no limit."""
 
     share: float | None = 0.01
     text: str = field(default="1%", compare=False)
 
     @classmethod
-    def parse(cls, value: object) -> "MemoryShare":
+    def read(cls, text: str, value: object) -> "MemoryShare":
         """From ``1%`` or ``exact``. Raises `ConfigError`."""
-        if isinstance(value, cls):
-            return value
-        text = str(value).strip()
         if text.lower() == "exact":
             return cls(None, text)
         written = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)\s*%", text)
         if written is None or float(written[1]) > 100:
             raise ConfigError(f"CANARY_MEMORY must be a share of the pool such as 1%, or exact, got {value!r}")
         return cls(float(written[1]) / 100, text)
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True, slots=True)

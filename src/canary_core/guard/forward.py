@@ -76,9 +76,9 @@ class Forward:
         """Number of forwards whose requests' own tokens were compared for the first positions only, see
         `batch.tokens_cut`."""
         self.view: BatchView | None = None
+        """Of the forward under way: checked, and neither recorded nor abandoned."""
         self.given_up = False
         """Whether Canary had no memory for the forward under way, so that its end finds no view."""
-        """Of the forward under way: checked, and neither recorded nor abandoned."""
         self.last_view: BatchView | None = None
         """View of the last checked forward."""
         self._overlap = Overlap.NONE

@@ -29,5 +29,8 @@ def unable_to_recompute(canary: Glanced | None) -> Event | None:
     """The event where ``CANARY_RECOMPUTE`` is on, forwards go on, and nobody can compute anything again."""
     if canary is None or not canary.config.recompute or canary.verifier or canary.step.forwards < LOOKED_AT:
         return None
-    reason = "CANARY_RECOMPUTE is on, and nobody can compute requests of this pool again: see docs/verify.md"
-    return Event("recompute_off", "warning", {"reason": reason})
+    from canary_core.recomputer import recompute_off
+
+    return recompute_off(
+        "CANARY_RECOMPUTE is on, and nobody can compute requests of this pool again: see docs/verify.md"
+    )

@@ -26,6 +26,9 @@ Owner = int | Callable[[], int | Tensor]
 """New or former owner of slots: a writer id, -1 if unknown, or a function that returns one, or an int32 tensor ``[n]``
 with one for each slot. Called when the event takes effect, on the stream of the forwards."""
 
+Ready = Sequence[torch.cuda.Event]
+"""Events after which slots are there; none for the current stream's present work."""
+
 Ownership = Literal["alloc", "park", "share", "evict", "free"]
 """Changes of ownership; also the names of the back ends' ops."""
 
@@ -66,54 +69,23 @@ class SlotEvents:
         """
         self._put_owned(("alloc", region, page_slots), slots, writer)
 
-    def park(
-        self,
-        region: str,
-        slots: Tensor,
-        writer: Owner = -1,
-        page_slots: int = 1,
-        ready: Sequence[torch.cuda.Event] = (),
-    ) -> None:
+    def park(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1, ready: Ready = ()) -> None:
         """The last request, ``writer``, let go of ``slots``, and the prefix cache keeps them; see `alloc`. Reading them
         is legal; a forward's write makes them held again. Slots already parked or free are a DOUBLE_FREE finding.
-
-        ``ready``, here and in the others: events after which ``slots`` are there; none for the current stream's present
-        work.
         """
         self._put_owned(("park", region, page_slots), slots, writer, ready)
 
-    def share(
-        self,
-        region: str,
-        slots: Tensor,
-        writer: Owner = -1,
-        page_slots: int = 1,
-        ready: Sequence[torch.cuda.Event] = (),
-    ) -> None:
+    def share(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1, ready: Ready = ()) -> None:
         """Request ``writer`` takes ``slots`` from the prefix cache, a prefix hit; see `alloc`. They are no longer
         parked; for slots of another request the call is harmless. Free slots are a FREED finding."""
         self._put_owned(("share", region, page_slots), slots, writer, ready)
 
-    def evict(
-        self,
-        region: str,
-        slots: Tensor,
-        writer: Owner = -1,
-        page_slots: int = 1,
-        ready: Sequence[torch.cuda.Event] = (),
-    ) -> None:
+    def evict(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1, ready: Ready = ()) -> None:
         """The prefix cache gave ``slots`` up: they are free; see `alloc`. Slots handed out or written since they were
         parked are an EVICTED_IN_USE finding, slots already free a DOUBLE_FREE."""
         self._put_owned(("evict", region, page_slots), slots, writer, ready)
 
-    def free(
-        self,
-        region: str,
-        slots: Tensor,
-        writer: Owner = -1,
-        page_slots: int = 1,
-        ready: Sequence[torch.cuda.Event] = (),
-    ) -> None:
+    def free(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1, ready: Ready = ()) -> None:
         """The engine's allocator got ``slots`` back from request ``writer``, and no prefix cache keeps them; see
         `alloc`. Slots already parked or free are a DOUBLE_FREE finding."""
         self._put_owned(("free", region, page_slots), slots, writer, ready)
@@ -403,9 +375,7 @@ class SlotEvents:
             raise AttachError(f"no region {region!r} is guarded; there are {', '.join(self._states) or 'none'}")
         return state
 
-    def _put_owned(
-        self, about: tuple[Ownership, str, int], slots: Tensor, writer: Owner, ready: Sequence[torch.cuda.Event] = ()
-    ) -> None:
+    def _put_owned(self, about: tuple[Ownership, str, int], slots: Tensor, writer: Owner, ready: Ready = ()) -> None:
         event, _, page_slots = about
         state = self._owned(about, slots, writer)
         if state is None or not len(slots):

@@ -8,6 +8,7 @@ from canary_core.events import Event, size_text
 from canary_core.records import Counter
 from canary_core.region import Region, RegionKind
 from canary_core.runtime.witness import Witness
+from canary_core.wording import numbered
 
 FEW_FORWARDS = 16
 """Forwards that may pass before the scrub has met a written slot."""
@@ -51,11 +52,11 @@ class Summary:
         found = sum(self.findings.values())
         kinds = ", ".join(f"{kind} {number}" for kind, number in self.findings.items())
         slots, size = self.counters[Counter.CHECKED_SLOTS], self.counters[Counter.CHECKED_BYTES]
-        incidents, of = _count(self.incidents, "incident"), _count(found, "finding")
+        incidents, of = numbered(self.incidents, "incident"), numbered(found, "finding")
         findings = f"{incidents} of {of} ({kinds})" if found else "no finding"
         ratio = self.witness.ratio
         guarded = "" if ratio is None else f"{_share(ratio)} of {self.witness.computed_tokens} tokens guarded, "
-        forwards, checked = _count(self.forwards, "forward"), _count(slots, "slot")
+        forwards, checked = numbered(self.forwards, "forward"), numbered(slots, "slot")
         short = self.config.bytes != "off" and not size and 0 < self.forwards < FEW_FORWARDS
         few = " (too few forwards for the scrub to compare any)" if short else ""
         return f"{forwards}, {guarded}{checked} and {size_text(size)}{few} checked, {findings}"
@@ -91,7 +92,9 @@ class Summary:
             if self.forwards > 1:
                 said.append("no slot was checked: no forward read what an earlier one wrote; are prefix_lens right?")
             elif self.unchecked:
-                said.append(f"no slot was checked: {_count(self.unchecked, 'forward')} beside the only one had no view")
+                said.append(
+                    f"no slot was checked: {numbered(self.unchecked, 'forward')} beside the only one had no view"
+                )
         if not self.counters[Counter.RECORDED_SLOTS]:
             said.append("no slot was recorded: step.after was not called, or no view has new tokens")
         if not self.ends:
@@ -127,10 +130,6 @@ class Summary:
         if self.misuses:
             said.append(f"{self.misuses} calls were refused: see misuse")
         return said
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _share(ratio: float) -> str:

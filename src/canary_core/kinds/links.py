@@ -37,6 +37,14 @@ OWNERS = frozenset({Link.SLOT, Link.PAGE})
 READ = OWNERS | {Link.REQUEST}
 """Links to findings of the slot's readers."""
 
+NO_SLOT: CauseRow = {
+    Kind.NULL_SLOT: frozenset({Link.STEP, Link.REQUEST}),
+    **dict.fromkeys(
+        (Kind.UNWRITTEN, Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.WRITE_SLOT), frozenset({Link.REQUEST})
+    ),
+}
+"""Follows from a request whose table has no slot of its own."""
+
 TWO_OWNERS: CauseRow = {
     Kind.DOUBLE_FREE: OWNERS,
     Kind.EVICTED_IN_USE: OWNERS,

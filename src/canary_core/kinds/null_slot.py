@@ -2,7 +2,7 @@
 
 from canary_core.kinds.classes import Class
 from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong, as_told
-from canary_core.kinds.links import Link
+from canary_core.kinds.links import NO_SLOT, Link
 from canary_core.records import Kind, Phase
 
 PADDING = Class(
@@ -30,15 +30,7 @@ KIND = FindingKind(
             "request's, or was not filled so far, or a window entry was evicted while still readable."
         ),
     ),
-    brings={
-        Kind.NULL_SLOT: {Link.STEP, Link.REQUEST},
-        Kind.UNWRITTEN: {Link.REQUEST},
-        Kind.POSITION: {Link.REQUEST},
-        Kind.TOKEN: {Link.REQUEST},
-        Kind.PREFIX: {Link.REQUEST},
-        Kind.WRITE_SLOT: {Link.REQUEST},
-        Kind.NON_FINITE: {Link.STEP, Link.REQUEST},
-    },
+    brings={**NO_SLOT, Kind.NON_FINITE: {Link.STEP, Link.REQUEST}},
     diagnose=as_told(PADDING),
     classes=(PADDING,),
     blame=Blame("BatchAdapter", "live tokens at the null slot: null_slot, lengths or rows of padding"),

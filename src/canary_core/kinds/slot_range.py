@@ -2,7 +2,7 @@
 
 from canary_core.kinds.classes import Class
 from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong, as_told
-from canary_core.kinds.links import Link
+from canary_core.kinds.links import NO_SLOT, Link
 from canary_core.records import Kind, Phase
 
 BROKEN_TABLE = Class(
@@ -41,16 +41,7 @@ KIND = FindingKind(
             "overwritten, is stale, or was never filled."
         ),
     ),
-    brings={
-        Kind.SLOT_RANGE: {Link.STEP, Link.REQUEST},
-        Kind.NULL_SLOT: {Link.STEP, Link.REQUEST},
-        Kind.UNWRITTEN: {Link.REQUEST},
-        Kind.POSITION: {Link.REQUEST},
-        Kind.TOKEN: {Link.REQUEST},
-        Kind.PREFIX: {Link.REQUEST},
-        Kind.WRITE_SLOT: {Link.REQUEST},
-        Kind.LOST_WRITE: {Link.REQUEST},
-    },
+    brings={Kind.SLOT_RANGE: {Link.STEP, Link.REQUEST}, **NO_SLOT, Kind.LOST_WRITE: {Link.REQUEST}},
     diagnose=as_told(BROKEN_TABLE),
     classes=(BROKEN_TABLE,),
     blame=Blame("BatchAdapter", "the table names slots that do not exist: page_size, rows or width of SlotTable"),

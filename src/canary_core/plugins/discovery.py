@@ -9,6 +9,7 @@ from inspect import Parameter, signature
 import pluggy
 
 from canary_core.errors import error_text
+from canary_core.installed import version
 from canary_core.plugins import hookspecs
 from canary_core.plugins.plugin import Plugin
 from canary_core.runtime.telling import REPORTING
@@ -40,11 +41,8 @@ def new_manager() -> pluggy.PluginManager:
 
 def built_in() -> tuple[Plugin, ...]:
     """Canary's own plugins, made anew: each manager has its own."""
-    try:
-        version: str | None = metadata.version("canary-core")
-    except metadata.PackageNotFoundError:
-        version = None
-    found = (Plugin(point.name, "canary-core", version, built_in=True) for point in BUILT_IN)
+    own = version("canary-core")
+    found = (Plugin(point.name, "canary-core", own, built_in=True) for point in BUILT_IN)
     return tuple(_load(plugin, point) for plugin, point in zip(found, BUILT_IN, strict=True))
 
 

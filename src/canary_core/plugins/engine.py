@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Literal
 
 from packaging.specifiers import Specifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from canary_core import installed
 from canary_core.config import Untested
 from canary_core.errors import PluginError
 
@@ -50,9 +50,8 @@ class EngineInfo:
 
         Raises `PluginError` if the installed version can't be read.
         """
-        try:
-            text = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
+        text = installed.version(distribution)
+        if text is None:
             return cls(distribution, None, supported_range, supported=False)
         try:
             version = Version(text)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any
 
 import pluggy
 import torch
@@ -120,6 +121,15 @@ class Switch:
         """As `tell`, with nothing added."""
         self.recent.append((time.time(), event))
         emit(event, self.hooks)
+
+    def call(self, hook: str, failed: Any = None, **given: object) -> Any:
+        """The answer of the plugins to ``hook``; ``failed`` where one of them raises, with a ``reporting_failed``
+        event."""
+        try:
+            return getattr(self.hooks.hook, hook)(**given)
+        except Exception as error:
+            self.emit(Event("reporting_failed", "error", {"where": hook, "error": repr(error)}))
+            return failed
 
     def fail(self, where: str, error: Exception) -> None:
         """Handles an exception of Canary's own, raised in ``where``."""

@@ -3,14 +3,13 @@ wrong on every path alike is found. SGLang is broken from outside, in all of its
 
 import pytest
 from engines.attention_models import IN_TRITON, TYPES, WINDOW
+from tools.recomputes import ASKED
 
 from canary_adapters import ATTENTION_TYPES
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
 
 OPTIONS = {"dtype": "float32", "max_total_tokens": 1024}
-QUIET = dict(CANARY_READ_CHECK="0", CANARY_SCRUB_BUDGET="0", CANARY_BYTES="off", CANARY_RECOMPUTE="0")
-"""All checks of bytes are off."""
 LAYERS = 3
 TRITON = {"TRITON_INTERPRET": "1"}
 IN_ONE_POOL = {"disable_hybrid_swa_memory": True}
@@ -26,7 +25,7 @@ def engines(launch):
     def make(model="llama", **options):
         key = f"{model} {options}"
         if key not in made:
-            made[key] = launch({"options": {**OPTIONS, "model": model, **options}}, **QUIET)
+            made[key] = launch({"options": {**OPTIONS, "model": model, **options}}, **ASKED)
         return made[key]
 
     return make
@@ -87,7 +86,7 @@ def test_what_sglang_itself_computes_otherwise_is_found(model, environment, devi
     """Unmodified: its Mistral has no window, that of models that it takes from Transformers is one token too long, and
     its attention in plain torch has no cap."""
     fields = {"options": {**OPTIONS, "model": model}, "environment": environment}
-    done = launch(fields, **QUIET).attention_verified()
+    done = launch(fields, **ASKED).attention_verified()
     found = deviations(done)
     assert (found[0], set(found.values()) - {None}) == (deviation, {deviation})
     assert all(detail in v["detail"] for v in done["violations"])
@@ -102,7 +101,7 @@ def test_each_known_type_computes_what_its_rule_says(kind, launch):
         fields = {"options": {**options, **IN_ONE_POOL, "attention_backend": "triton"}, "environment": TRITON}
     else:
         fields = {"options": options}
-    engine = launch(fields, **QUIET)
+    engine = launch(fields, **ASKED)
     clean(engine.attention_verified())
     assert "scale" in deviations(engine.attention_verified(fault="all_scales")).values()
 
@@ -139,7 +138,7 @@ def test_a_forward_that_can_not_be_looked_at_is_counted(fault, reason, engines):
 )
 def test_layers_without_a_reference_are_told(fields, reason, launch):
     """By an event, once, and a counter that stays zero."""
-    done = launch({**fields, "options": {**OPTIONS, **fields["options"]}}, **QUIET).attention_verified()
+    done = launch({**fields, "options": {**OPTIONS, **fields["options"]}}, **ASKED).attention_verified()
     assert all(one["attention"] is None for one in done["answers"])
     assert done["stats"].get("attention_layers", 0) == 0
     told = [event["reason"] for event in done["events"] if event["name"] == "unjudged"]

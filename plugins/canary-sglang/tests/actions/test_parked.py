@@ -4,17 +4,10 @@ whose slots are used again never are, and the cache stays what it was."""
 import json
 
 import pytest
-from tools.recomputes import prompt
+from tools.recomputes import ASKED, OPTIONS, QUIET, prompt
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
 
-OPTIONS = {
-    "dtype": "float32",
-    "max_total_tokens": 1536,
-    "max_running_requests": 6,
-    "json_model_override_args": json.dumps({"num_hidden_layers": 3}),
-}
-QUIET = dict(CANARY_READ_CHECK="0", CANARY_SCRUB_BUDGET="0", CANARY_BYTES="off")
 PROVES = {**QUIET, "CANARY_RECOMPUTE": "100%"}
 THREE = {"a": 100, "b": 100, "c": 100}
 
@@ -280,7 +273,7 @@ def test_clean_traffic_is_well_and_answers_and_evictions_stay_the_same(plain, la
 
 def test_without_a_setting_nothing_is_wrapped_or_remembered_and_that_is_said(launch):
     """Of one it is the reason without a verdict, of all an error."""
-    done = launch({"options": OPTIONS}, **QUIET, CANARY_RECOMPUTE="0").parked_asked()
+    done = launch({"options": OPTIONS}, **ASKED).parked_asked()
     one, every, _ = done["answers"]
     assert (one["request"], one["verdict"], one["parked"]) == ("ended", "unjudged", True)
     reason = "what requests leave in the prefix cache is not remembered here: that takes CANARY_CONTROL=write or CANARY"

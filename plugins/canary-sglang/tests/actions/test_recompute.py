@@ -1,21 +1,12 @@
 """Requests that SGLang's scheduler computes again: clean ones are never told, broken ones are, by their KV alone."""
 
-import json
-
 import pytest
-from tools.recomputes import prompt
+from tools.recomputes import ASKED, OPTIONS, prompt
 
 from canary_adapters.recompute_requests import TEACHING
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
 
-OPTIONS = {
-    "dtype": "float32",
-    "max_total_tokens": 1536,
-    "max_running_requests": 6,
-    "json_model_override_args": json.dumps({"num_hidden_layers": 3}),
-}
-BYTES_OFF = dict(CANARY_READ_CHECK="0", CANARY_SCRUB_BUDGET="0", CANARY_BYTES="off", CANARY_RECOMPUTE="0")
 ALL = dict(CANARY_RECOMPUTE="100%", CANARY_READ_CHECK="0", CANARY_SCRUB_BUDGET="0")
 OVERLAP = {"disable_overlap_schedule": False}
 
@@ -98,7 +89,7 @@ def told(done):
 )
 def test_broken_engines_are_told_and_the_request_beside_is_well(launch, fault, expected):
     """By the KV alone: all checks of bytes are off."""
-    engine = launch({"options": OPTIONS}, **BYTES_OFF)
+    engine = launch({"options": OPTIONS}, **ASKED)
     done = engine.recompute_broken(fault=fault, tokens=50)
     assert done["verdicts"] == ["differs", "same"], done["answers"]
     assert told(done) == [expected]
@@ -107,7 +98,7 @@ def test_broken_engines_are_told_and_the_request_beside_is_well(launch, fault, e
 @pytest.mark.parametrize(("how", "options"), [("abort", {"enable_mixed_chunk": True}), ("crowd", {})])
 def test_an_internal_request_gives_way_in_the_middle(launch, how, options):
     """Its request is aborted by the client, or others come: it ends between two chunks."""
-    engine = launch({"options": {**OPTIONS, **options}}, **BYTES_OFF)
+    engine = launch({"options": {**OPTIONS, **options}}, **ASKED)
     done = engine.recompute_aborted(tokens=150, how=how)
     assert not done["in_the_middle"]
     assert done["on"]
@@ -120,7 +111,7 @@ def test_an_internal_request_gives_way_in_the_middle(launch, how, options):
 
 def test_the_end_of_canary_ends_an_internal_request(launch):
     """Whoever asked hears of it, and the engine goes on."""
-    done = launch({"options": OPTIONS}, **BYTES_OFF).recompute_aborted(tokens=150, how="close")
+    done = launch({"options": OPTIONS}, **ASKED).recompute_aborted(tokens=150, how="close")
     assert "switched off" in done["answer"]["error"]
     assert not done["in_the_middle"]
     assert not done["closed"]

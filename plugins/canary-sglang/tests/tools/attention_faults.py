@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from tools.inspection import events, findings
@@ -72,14 +73,14 @@ def _window(engine: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(pool: Any, **wrong: Callable[..., Any]) -> Iterator[None]:
+def _replaced(owner: Any, **wrong: Callable[..., Any]) -> Iterator[None]:
     for name, function in wrong.items():
-        setattr(pool, name, function)
+        setattr(owner, name, function)
     try:
         yield
     finally:
         for name in wrong:
-            delattr(pool, name)
+            delattr(owner, name)
 
 
 def _head(engine: Any) -> contextlib.AbstractContextManager[None]:
@@ -101,40 +102,35 @@ def _values(engine: Any) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _graph(engine: Any) -> Iterator[None]:
+def _layers_forward(engine: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """``forward`` takes the place of each layer's own, with layer and backend before its arguments."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers(engine):
+            stack.enter_context(_replaced(layer, forward=partial(forward, layer, engine.runner.attn_backend)))
+        yield
+
+
+def _graph(engine: Any) -> contextlib.AbstractContextManager[None]:
     """Attention is computed without a call of the backend's own method, as where a graph is replayed."""
-    for layer in layers(engine):
 
-        def forward(q: Any, k: Any, v: Any, batch: Any, *rest: Any, layer: Any = layer, **more: Any) -> Any:
-            backend = engine.runner.attn_backend
-            k, v = (t.view(-1, layer.tp_k_head_num, layer.head_dim) for t in (k, v))
-            return type(backend).forward(backend, q, k, v, layer, batch, *rest, **more)
+    def forward(layer: Any, backend: Any, q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> Any:
+        return type(backend).forward(backend, q, *_by_heads(layer, k, v), layer, *rest, **more)
 
-        layer.forward = forward
-    try:
-        yield
-    finally:
-        for layer in layers(engine):
-            del layer.forward
+    return _layers_forward(engine, forward)
 
 
-@contextlib.contextmanager
-def _stored_before(engine: Any) -> Iterator[None]:
+def _stored_before(engine: Any) -> contextlib.AbstractContextManager[None]:
     """A kernel of the rotation stores K and V, and attention does not."""
-    for layer in layers(engine):
 
-        def forward(q: Any, k: Any, v: Any, batch: Any, *rest: Any, layer: Any = layer, **more: Any) -> Any:
-            backend = engine.runner.attn_backend
-            heads = (t.view(-1, layer.tp_k_head_num, layer.head_dim) for t in (k, v))
-            backend.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, *heads)
-            return type(layer).forward(layer, q, k, v, batch, save_kv_cache=False)
+    def forward(layer: Any, backend: Any, q: Any, k: Any, v: Any, batch: Any, *rest: Any, **more: Any) -> Any:
+        backend.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, *_by_heads(layer, k, v))
+        return type(layer).forward(layer, q, k, v, batch, save_kv_cache=False)
 
-        layer.forward = forward
-    try:
-        yield
-    finally:
-        for layer in layers(engine):
-            del layer.forward
+    return _layers_forward(engine, forward)
+
+
+def _by_heads(layer: Any, *projected: Any) -> list[Any]:
+    return [tensor.view(-1, layer.tp_k_head_num, layer.head_dim) for tensor in projected]
 
 
 FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] = {

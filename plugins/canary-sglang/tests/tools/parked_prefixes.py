@@ -152,7 +152,7 @@ def parked_idle(engine: Any, turns: int, seconds: float, share: float | None = N
     recomputes, pairs = engine.session.recompute._recomputes, engine.session.recompute.pairs
     if not hasattr(engine, "now"):
         engine.now = 100.0
-        recomputes._clock = lambda: engine.now
+        recomputes._proofs._clock = lambda: engine.now
     if share is not None:
         recomputes._share = share
     pairs.answers.clear()
@@ -168,8 +168,8 @@ def parked_rests(engine: Any, name: str, seconds: float) -> float:
     """After a proof of a second by the clock of the recomputes a request is served, each step of which takes so long.
     Gives the seconds from then on until the next proof may begin."""
     recomputes = engine.session.recompute._recomputes
-    recomputes._rest_until = 0.0
-    while recomputes._idle_since is None:
+    recomputes._proofs._rest_until = 0.0
+    while recomputes._proofs._idle_since is None:
         engine.step()
     engine.now += 1.0
     request = engine.submit(prompt(name, 40), 8, name)
@@ -178,7 +178,7 @@ def parked_rests(engine: Any, name: str, seconds: float) -> float:
         engine.now += seconds
     for _ in range(2):
         engine.step()
-    return float(recomputes._rest_until - engine.now)
+    return float(recomputes._proofs._rest_until - engine.now)
 
 
 def parked_gives_way(engine: Any, what: str, name: str | None = None) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def parked_gives_way(engine: Any, what: str, name: str | None = None) -> dict[st
     (``evict``), or that by the making of a batch with a chunk of the proof (``making``)."""
     session, scheduler = engine.session, engine.scheduler
     asked = None if name is None else session.canary.verifier.ask(name, parked=True)
-    session.recompute._recomputes._rest_until = 0.0
+    session.recompute._recomputes._proofs._rest_until = 0.0
     steps = 0
     if what == "making":
         _evict_once_made(engine)
@@ -262,7 +262,7 @@ def parked_traffic(engine: Any, prompts: list[list[int]], rounds: int = 3) -> di
         alive = sum(not request.finished() for request in engine.requests[first:])
         idle = 0 if alive else idle + 1
         if recomputes is not None:
-            recomputes._rest_until = 0.0
+            recomputes._proofs._rest_until = 0.0
             recomputes._share = 0.0 if not waiting and idle > 30 else share
         if waiting and (0 < len(waiting[0]) < size or idle > 30):
             idle = 0
@@ -316,7 +316,7 @@ def parked_flush_overlapped(engine: Any, name: str, tokens: int) -> dict[str, An
             raise Served
         return messages
 
-    engine.session.recompute._recomputes._rest_until = 0.0
+    engine.session.recompute._recomputes._proofs._rest_until = 0.0
     channel.send_output = tell
     try:
         with contextlib.suppress(Served):

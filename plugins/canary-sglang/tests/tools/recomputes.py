@@ -1,12 +1,25 @@
 """Requests that are computed again, and engines that compute wrongly: broken by nothing but SGLang and torch."""
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tools.inspection import findings
 from tools.storms import Served, loop
+
+OPTIONS = {
+    "dtype": "float32",
+    "max_total_tokens": 1536,
+    "max_running_requests": 6,
+    "json_model_override_args": json.dumps({"num_hidden_layers": 3}),
+}
+"""`ServerArgs` of a small engine with three layers."""
+QUIET = dict(CANARY_READ_CHECK="0", CANARY_SCRUB_BUDGET="0", CANARY_BYTES="off")
+"""All checks of bytes are off."""
+ASKED = {**QUIET, "CANARY_RECOMPUTE": "0"}
+"""The same; and a request is computed again where somebody asks for it, and not without."""
 
 DECODED = 40
 """Enough tokens of a decode for a verdict."""

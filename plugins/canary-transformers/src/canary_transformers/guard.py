@@ -10,6 +10,7 @@ from weakref import ref
 
 import pluggy
 
+from canary_adapters import hits_unchecked
 from canary_core import (
     CanaryConfig,
     CanaryError,
@@ -165,9 +166,9 @@ class Guard:
         pad = getattr(model.get_input_embeddings(), "padding_idx", None)
         hooks = self._hooks(model)
         hooks.register(GivenEmbeddingFilter(placeholder_tokens(model)))
-        if self.config.hit_check and self.config.bytes == "off" and not self._blind:
+        if not self._blind and (untold := hits_unchecked(self.config)) is not None:
             self._blind = True
-            emit(Event("hits_unchecked", "error", {"reason": "CANARY_BYTES=off: no bytes are known"}), hooks)
+            emit(untold, hooks)
         cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, hooks, self.witness, pad)
         cache.model = ref(model)
         self._verifiers.begin(cache, model, _ranks(model))

@@ -1,13 +1,13 @@
 """A second forward of a model over tokens of one sequence, with a cache of Canary's own: for all recomputers."""
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from canary_adapters import model_rounding
 from canary_core import CanaryError, KVSource
 from canary_transformers.generate.hooks import GENERATE
 
@@ -47,10 +47,13 @@ def sources(layers: Sequence[Any], layer: int) -> list[KVSource]:
 
 def rounding(model: Any, dtype: torch.dtype) -> float:
     """See `Recomputer.rounding`: of matrix products, whose sums are kept in 32 bits whatever the type of the result."""
-    config = model.config.get_text_config()
-    terms = max(getattr(config, name, None) or 1 for name in ("hidden_size", "intermediate_size"))
-    sums = torch.finfo(torch.float32).eps / 2 * math.sqrt(terms)
-    return float(max(torch.finfo(dtype).eps / 2, sums))
+    return model_rounding(dtype, model.config.get_text_config())
+
+
+def require_one_rank(ranks: int) -> None:
+    """Raises `CanaryError` for a model on several ranks."""
+    if ranks > 1:
+        raise CanaryError("the model runs on ranks of tensor parallelism, which would have to recompute together")
 
 
 def cache_argument(model: Any) -> str:

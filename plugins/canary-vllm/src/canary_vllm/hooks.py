@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import MARK, BlockVerdict, RollCall, SchedulerRequests, answer, mark
+from canary_adapters import MARK, BlockVerdict, RollCall, SchedulerRequests, answer, error_text, mark
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
 from canary_vllm.actions import recompute
@@ -200,7 +200,7 @@ class Hooks:
         except Exception as error:
             if self._config is not None and self._config.mode == "raise":
                 raise
-            self._left_out(what, [f"{type(error).__name__}: {error}"])
+            self._left_out(what, [error_text(error)])
 
     def _execute(self, original: Callable[[], Any], runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(runner))
@@ -242,7 +242,7 @@ class Hooks:
             if self._protection is not None:
                 self._protection.joined(scheduler)
         except Exception as error:
-            self._left_out("blocks of the scheduler are not followed", [f"{type(error).__name__}: {error}"])
+            self._left_out("blocks of the scheduler are not followed", [error_text(error)])
 
     def _has_work(self, original: Callable[[], bool], core: Any) -> bool:
         if original():
@@ -270,7 +270,7 @@ class Hooks:
             try:
                 self._protection.act(scheduler, made)
             except Exception as error:
-                emit(Event("quarantine_failed", "error", {"reason": f"{type(error).__name__}: {error}"}))
+                emit(Event("quarantine_failed", "error", {"reason": error_text(error)}))
 
     def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._roll_calls.pop(id(scheduler.vllm_config), None)

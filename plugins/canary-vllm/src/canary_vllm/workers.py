@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import canary_core
-from canary_adapters import RollCall
+from canary_adapters import RollCall, error_text
 from canary_core import CanaryConfig
 from canary_vllm.compat import runners
 from canary_vllm.version import __version__
@@ -30,7 +30,7 @@ def question(verdicts: str) -> Callable[[Any], dict[str, Any]]:
 
             return HOOKS.answer(worker, verdicts)
         except Exception as error:
-            missing = f"canary-vllm does not answer there: {type(error).__name__}: {error}"
+            missing = f"canary-vllm does not answer there: {error_text(error)}"
             return {"host": socket.gethostname(), "process": os.getpid(), "missing": missing}
 
     return ask

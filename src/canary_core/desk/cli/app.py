@@ -19,7 +19,7 @@ from canary_core import plugins
 from canary_core.config import CanaryConfig
 from canary_core.config.shown import settings
 from canary_core.desk.cli import check_plugin, control, doctor, program
-from canary_core.desk.cli.common import AsJson, load_config, print_json, refusal
+from canary_core.desk.cli.common import AsJson, load_config, print_json, refusal, refusing
 from canary_core.desk.cli.coverage_log import CoverageLog
 from canary_core.desk.cli.demo_screen import Screen
 from canary_core.desk.cli.explain import explain
@@ -177,10 +177,8 @@ def run_script(
     profile ci, unless its signature is suppressed (CANARY_SUPPRESSIONS)."""
     config = load_config()
     if not is_module:
-        try:
+        with refusing():
             program.require_file(script)
-        except CanaryError as error:
-            raise refusal(error) from error
     plugins.tell_unknown_settings(config)
     if not config.plugins:
         if config.mode == "raise":
@@ -226,7 +224,7 @@ def demonstrate(
     """Guard a real engine: clean traffic without an alarm, then every fault found. Exit code 1 if not, 2 if it can't
     run. Works whatever CANARY_PLUGINS says."""
     console = Console(stderr=as_json)
-    try:
+    with refusing():
         demos = [demo.Demo(e, model, seed, requests) for e in demo.engines(engine) for model in e.models]
         kept = Path(tempfile.mkdtemp(prefix="canary-demo-"))
         demos[:1] = [replace(each, incident_dir=str(kept)) for each in demos[:1]]
@@ -238,8 +236,6 @@ def demonstrate(
                     typer.echo(json.dumps(reports[-1].fields()))
                 else:
                     screen.report(reports[-1])
-    except CanaryError as error:
-        raise refusal(error) from error
     if not as_json:
         screen.summary(reports)
         for bundle in kept.iterdir():
@@ -259,11 +255,9 @@ def check(
 ) -> None:
     """Run the conformance suite of a plugin: is each byte described, each flip named, each fault found, and the engine
     left as it was? Exit code 1 if a test failed, 2 if there is nothing to run. Works whatever CANARY_PLUGINS says."""
-    try:
+    with refusing():
         suite = check_plugin.suite_of(name)
         tests = check_plugin.chosen(suite_tests(suite), only or [])
-    except CanaryError as error:
-        raise refusal(error) from error
     if names:
         typer.echo("\n".join(tests))
         return
@@ -287,12 +281,10 @@ def new_plugin(
 ) -> None:
     """Write an installable plugin with its tests, for a toy paged engine that you replace by yours. Exit code 2 if it
     can't be written; nothing is overwritten."""
-    try:
+    with refusing():
         names = scaffold.Names(name)
         names.require_free()
         files = scaffold.write(names, into)
-    except CanaryError as error:
-        raise refusal(error) from error
     if as_json:
         print_json({"plugin": name, "distribution": names.distribution, "files": [str(into / f) for f in files]})
         return

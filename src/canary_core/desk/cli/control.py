@@ -9,11 +9,12 @@ import typer
 from rich.console import Console
 
 from canary_core.desk.cli import control_screen, verify_screen
-from canary_core.desk.cli.common import AsJson, load_config, print_json, refusal
+from canary_core.desk.cli.common import AsJson, load_config, print_json, refusal_of_all, refusing
 from canary_core.desk.control import client
 from canary_core.desk.control import verify as verifying
 from canary_core.desk.control.messages import Command, Request
-from canary_core.errors import CanaryError, ControlError
+from canary_core.errors import ControlError
+from canary_core.wording import numbered
 
 Answers = dict[Path, client.Answer | ControlError]
 
@@ -107,7 +108,7 @@ def verify(  # noqa: PLR0913  (the options of a command)
     computes it a second time, between forwards or beside them, and compares: see docs/verify.md. Exit code 1 if the KV
     of a request differs; else 2 if no request got a verdict, or an engine did not answer."""
     parked = every_parked or prefix_of is not None
-    try:
+    with refusing():
         if [request is not None, every, prefix_of is not None, every_parked].count(True) != 1:
             raise ControlError(
                 "name a request with --request ID, or have all that run verified with --all; for what ended requests "
@@ -115,8 +116,6 @@ def verify(  # noqa: PLR0913  (the options of a command)
             )
         asked = prefix_of if parked else request
         answers = verifying.verify(_sockets(pid), asked, timeout_s, parked)
-    except CanaryError as error:
-        raise refusal(error) from error
     verify_screen.show(answers, asked, as_json, parked)
 
 
@@ -128,16 +127,12 @@ def top(
 ) -> None:
     """Watch running engines: what is guarded, the pace of the scrub, findings, overhead. Ctrl-C ends it. Exit code 2 if
     no engine answers."""
-    try:
+    with contextlib.suppress(KeyboardInterrupt), refusing():
         sockets = _sockets(pid)
         if as_json:
             control_screen.print_looks(sockets, every, times)
         else:
             control_screen.watch(Console(), sockets, every, times)
-    except KeyboardInterrupt:
-        return
-    except CanaryError as error:
-        raise refusal(error) from error
 
 
 def _change(command: Command, value: str | None, pid: int | None, as_json: bool) -> None:
@@ -148,30 +143,23 @@ def _change(command: Command, value: str | None, pid: int | None, as_json: bool)
         for path, answer in answers.items():
             if not isinstance(answer, ControlError):
                 said = f"process {path.stem}: {command} {value or ''}".rstrip()
-                typer.echo(f"{said}, {answer['changed']} pool{'' if answer['changed'] == 1 else 's'}")
+                typer.echo(f"{said}, {numbered(answer['changed'], 'pool')}")
 
 
 @contextlib.contextmanager
 def _asked(command: Command, value: str | None, pid: int | None) -> Iterator[Answers]:
     """Answers of the engines, or why there is none. After the block each such reason is printed on stderr, and the
     command ends with exit code 2."""
-    try:
+    with refusing():
         answers = client.ask_all(_sockets(pid), Request(command=command, value=value))
-    except CanaryError as error:
-        raise refusal(error) from error
     yield answers
-    # Several engines may refuse in the same words.
-    ends = [refusal(ControlError(reason)) for reason in dict.fromkeys(map(str, _errors(answers)))]
-    if ends:
-        raise ends[-1]
+    end = refusal_of_all(str(answer) for answer in answers.values() if isinstance(answer, ControlError))
+    if end is not None:
+        raise end
 
 
 def _given(answers: Answers) -> list[client.Answer]:
     return [answer for answer in answers.values() if not isinstance(answer, ControlError)]
-
-
-def _errors(answers: Answers) -> list[ControlError]:
-    return [answer for answer in answers.values() if isinstance(answer, ControlError)]
 
 
 def _listed(answers: Answers) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from canary_core.desk.control import client
 from canary_core.desk.control.client import Answer
 from canary_core.desk.control.messages import Request
 from canary_core.errors import ControlError
+from canary_core.wording import numbered
 
 LEAST_RATIO = 0.99
 """Least guarded share of tokens; a smaller one is shown in red."""
@@ -92,8 +93,7 @@ def _findings(canary: Mapping[str, Any]) -> str:
     if not canary["findings"]:
         return "[green]none[/green]"
     kinds = ", ".join(f"{where} {number}" for where, number in canary["findings"].items())
-    many = "" if canary["incidents"] == 1 else "s"
-    return f"[bold red]{canary['incidents']} incident{many}[/bold red]: {escape(kinds)}"
+    return f"[bold red]{numbered(canary['incidents'], 'incident')}[/bold red]: {escape(kinds)}"
 
 
 def _scrub(canary: Mapping[str, Any]) -> str:

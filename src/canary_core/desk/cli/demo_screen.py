@@ -9,6 +9,7 @@ from rich.table import Column, Table
 
 from canary_core.kit.demo import OVERHEAD_REQUESTS, OVERHEAD_ROUNDS, Report, Trial, kinds
 from canary_core.kit.faults.catalogue import FAULTS
+from canary_core.wording import numbered
 
 LISTED = 3
 """False alarms and troubles shown in full."""
@@ -118,6 +119,4 @@ def _told(trial: Trial) -> str:
 
 
 def _after(trial: Trial) -> str:
-    if trial.steps == 0:
-        return "same forward"
-    return f"{trial.steps} forward{'' if trial.steps == 1 else 's'} later"
+    return f"{numbered(trial.steps, 'forward')} later" if trial.steps else "same forward"

@@ -6,13 +6,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from canary_core.desk.cli.common import Html
 from canary_core.desk.explain import check, page, show, tell
 from canary_core.desk.incidents.bundle import Bundle, BundleError, read_bundle, unlike
 
 
 def explain(
     bundle: Annotated[Path, typer.Argument(help="The directory that the event diagnosis names as bundle.")],
-    html: Annotated[Path | None, typer.Option("--html", help="Write the whole as one HTML page to this file.")] = None,
+    html: Html = None,
     report: Annotated[
         bool, typer.Option("--report", help="Print only the text for the engine's tracker, without names and tokens.")
     ] = False,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from canary_core.desk.cli.common import refusal
+from canary_core.desk.cli.common import Html, refusal
 from canary_core.desk.fleet import sightings, view
 from canary_core.desk.fleet.groups import groups
 from canary_core.errors import CanaryError
@@ -20,7 +20,7 @@ def fleet(
     prometheus: Annotated[
         str | None, typer.Option("--prometheus", metavar="URL", help="Ask this Prometheus server instead.")
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the whole as one HTML page to this file.")] = None,
+    html: Html = None,
 ) -> None:
     """Group the incidents of many engines: the same GPU again, the same layer, store or release; since when, how many
     requests. Exit code 2 if there is nothing to read."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from canary_core.desk.cli.common import print_json, refusal
+from canary_core.desk.cli.common import print_json, refusal_of_all
 from canary_core.desk.control.verify import Verified, only_where_it_runs
 from canary_core.errors import ControlError
 
@@ -28,11 +28,11 @@ def show(
     verdicts = [one["verdict"] for verified in given.values() for one in verified.answers]
     if not missing and not {"same", "differs"} & {*verdicts}:
         missing = [_nothing(request, len(verdicts), parked)]
-    ends = [refusal(ControlError(reason)) for reason in dict.fromkeys(missing)]
+    end = refusal_of_all(missing)
     if "differs" in verdicts:
         raise typer.Exit(1)
-    if ends:
-        raise ends[-1]
+    if end is not None:
+        raise end
 
 
 def _print(path: Path, verified: Verified, nothing: str) -> None:

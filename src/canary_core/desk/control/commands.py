@@ -5,19 +5,18 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from canary_core.config import CanaryConfig, ScrubBudget
-from canary_core.config.shown import settings
+from canary_core.config import ScrubBudget
 from canary_core.desk.control.messages import CHANGES, MOST_REPLY_BYTES, Reply, Request
 from canary_core.desk.control.verifications import Verifications
-from canary_core.desk.incidents.circumstances import PRIVATE
+from canary_core.desk.incidents.circumstances import shown_settings
 from canary_core.desk.incidents.suppressions import acknowledge
 from canary_core.desk.metrics.readings import Readings, age_s
-from canary_core.errors import CanaryError
+from canary_core.errors import CanaryError, error_text
+from canary_core.installed import versions
 
 if TYPE_CHECKING:
     from canary_core.guard.canary import Canary
@@ -53,7 +52,7 @@ class Commands:
         except CanaryError as error:
             return Reply(error=str(error))
         except Exception as error:  # what the engine's thread is just changing
-            return Reply(error=f"{request.command} failed ({type(error).__name__}: {error}); try again")
+            return Reply(error=f"{request.command} failed ({error_text(error)}); try again")
 
     def _status(self, canaries: "Sequence[Canary]", request: Request) -> dict[str, Any]:
         return {
@@ -77,7 +76,7 @@ class Commands:
         return {
             **self._status(canaries, request),
             "versions": _versions(),
-            "settings": _settings(canaries[0].config) if canaries else {},
+            "settings": shown_settings(canaries[0].config) if canaries else {},
             "coverage": [canary.coverage.event().fields for canary in canaries[:16]],
             "events": events[::-1],
         }
@@ -175,15 +174,6 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def _settings(config: CanaryConfig) -> dict[str, str]:
-    return {setting.variable: setting.value for setting in settings(config) if setting.variable not in PRIVATE}
-
-
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("canary-core", "triton", "sglang", "transformers", "vllm"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    own = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return {**own, **versions(("canary-core", "triton", "sglang", "transformers", "vllm"))}

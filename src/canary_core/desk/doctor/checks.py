@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -16,7 +15,8 @@ from canary_core.config.shown import unknown_variables, variable_of_others
 from canary_core.desk.control import client
 from canary_core.desk.doctor import places, self_test
 from canary_core.desk.doctor.places import CheckVerdict
-from canary_core.errors import CanaryError
+from canary_core.errors import CanaryError, error_text
+from canary_core.installed import version
 from canary_core.ops import backends
 from canary_core.plugins import targets
 from canary_core.plugins.discovery import new_manager
@@ -41,7 +41,7 @@ def machine(device: torch.device) -> Iterator[Check]:
     system = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield Check("machine", "python", "ok", system)
     yield Check("machine", "torch", "ok", str(torch.__version__))
-    triton = _version("triton")
+    triton = version("triton")
     yield Check("machine", "triton", "ok" if triton else "note", triton or "not installed: GPUs can't be guarded")
     driver = _driver()
     if driver:
@@ -84,9 +84,9 @@ def engines(config: CanaryConfig) -> Iterator[Check]:
     found = [plugin for plugin in plugins.installed() if not plugin.built_in]
     covered = {plugin.engine.name for plugin in found if plugin.engine is not None}
     for name in ENGINES:
-        version = _version(name)
-        if version and name not in covered:
-            yield Check("engines", name, "note", f"{version}, and no plugin for it is installed")
+        found_version = version(name)
+        if found_version and name not in covered:
+            yield Check("engines", name, "note", f"{found_version}, and no plugin for it is installed")
     named = plugins.as_installed(config.plugins, [p.name for p in found])
     for plugin in found:
         allowed = plugin.name in named
@@ -146,15 +146,8 @@ def _why_not(plugin: plugins.Plugin, config: CanaryConfig) -> str | None:
         wanted = [target for some in trial.hook.canary_targets() for target in some]
         missing = targets.problems(wanted)
     except Exception as error:
-        return f"importing its engine failed: {type(error).__name__}: {error}"
+        return f"importing its engine failed: {error_text(error)}"
     return "; ".join(missing) or None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _driver() -> str | None:

@@ -8,6 +8,7 @@ import torch
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.config import CanaryConfig
+from canary_core.errors import error_text
 from canary_core.guard.canary import Canary
 from canary_core.kit.findings import Findings
 from canary_core.plugins.discovery import new_manager
@@ -156,7 +157,7 @@ def _one(
         took = time.monotonic() - began
         pool.canary.close()
     except Exception as error:
-        return FaultOutcome(what, name, (), 0.0, f"{type(error).__name__}: {error}")
+        return FaultOutcome(what, name, (), 0.0, error_text(error))
     found = tuple(dict.fromkeys(v.kind.name.lower() for v in pool.heard.violations))
     errors = pool.heard.told("disabled")
     return FaultOutcome(what, name, found, took, str(errors[0].fields.get("error")) if errors else None)

@@ -11,6 +11,7 @@ from canary_core.kinds import registry
 from canary_core.kinds.facts import named
 from canary_core.kinds.finding_kind import Wrong
 from canary_core.records import Kind, Phase
+from canary_core.wording import listed
 
 SELF_TEST = "self-test: a fault was injected on purpose, the engine is not to blame"
 """Mark of an incident in an engine with faults of Canary's own."""
@@ -187,8 +188,7 @@ def _hits(bundle: Bundle, incident: Incident) -> dict[str, str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = [str(named(name)) for name in names[:MOST_NAMED]]
-    return ", ".join(shown) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+    return listed([str(named(name)) for name in names], MOST_NAMED)
 
 
 def _time(seconds: float) -> str:

@@ -7,8 +7,13 @@ from canary_core.desk.explain.story import Story
 
 def page(story: Story) -> str:
     """The page's text. All of a bundle's content is escaped."""
-    loader = jinja2.PackageLoader("canary_core.desk.explain", "templates")
+    return template("explain", "page.html.jinja").render(story=story, first=story.diagnoses[0])
+
+
+def template(room: str, name: str) -> jinja2.Template:
+    """A template of a ``room`` of the desk. All that is rendered is escaped."""
+    loader = jinja2.PackageLoader(f"canary_core.desk.{room}", "templates")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("page.html.jinja").render(story=story, first=story.diagnoses[0])
+    return environment.get_template(name)

@@ -7,6 +7,7 @@ from time import strptime
 from typing import Any
 
 from canary_core.desk.incidents.bundle import MOST_JSON_BYTES, PREFIX, Bundle, content, parsed
+from canary_core.wording import joined
 
 NEAR_S = 60
 """Largest distance in seconds between two bundles of one incident."""
@@ -70,5 +71,5 @@ def _place(root: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _named(ranks: Collection[Who]) -> str:
-    *first, last = (f"{rank} on {host}" if host else str(rank) for rank, host in sorted(ranks))
-    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+    names = [f"{rank} on {host}" if host else str(rank) for rank, host in sorted(ranks)]
+    return f"{'rank' if len(names) == 1 else 'ranks'} {joined(names)}"

@@ -21,6 +21,7 @@ from canary_core.records import (
     State,
 )
 from canary_core.runtime.journal import Entry
+from canary_core.wording import numbered
 
 _TOLD = {
     "alloc": "handed out",
@@ -180,8 +181,7 @@ def _moment(noted: Happening, calls: list[Entry], evidence: Evidence, record: li
 
 def _among(entry: Entry) -> str:
     """How many others the call was about."""
-    others = entry.count - 1
-    return f", with {others} other{'s' if others > 1 else ''}"
+    return f", with {numbered(entry.count - 1, 'other')}"
 
 
 def _call(entry: Entry, slot: int, names: Mapping[int, str]) -> _Line:

@@ -11,7 +11,7 @@ from typing import Any
 from canary_core.desk.explain.affected import self_test
 from canary_core.desk.incidents.bundle import PREFIX, Bundle, BundleError, read_bundle
 from canary_core.desk.incidents.signature import NONE, Signature, content_digest
-from canary_core.errors import CanaryError
+from canary_core.errors import CanaryError, error_text
 
 MOST_BUNDLES = 10_000
 """Bundles that are read; more are counted."""
@@ -78,7 +78,7 @@ def of_prometheus(url: str) -> list[Sighting]:
             out.append(Sighting(sort, gpu, host, engine, rank, release, count=count, self_test=key in tested))
         return out
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise CanaryError(f"{url} does not answer as Prometheus: {type(error).__name__}: {error}") from error
+        raise CanaryError(f"{url} does not answer as Prometheus: {error_text(error)}") from error
 
 
 def _bundles(folders: Sequence[Path]) -> Iterator[Path]:

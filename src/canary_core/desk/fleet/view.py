@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 
-import jinja2
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from canary_core.desk.explain.page import template
 from canary_core.desk.fleet.groups import PARTS, Group
 from canary_core.desk.fleet.sightings import Sighting
+from canary_core.wording import listed, numbered
 
 MOST_VALUES = 3
 """Values of a part that are listed; more are counted."""
@@ -18,13 +19,13 @@ MOST_VALUES = 3
 def headline(groups: Sequence[Group], sightings: Sequence[Sighting]) -> str:
     """Numbers of incidents, engines and causes."""
     count, engines = sum(g.count for g in groups), {s.engine for s in sightings}
-    return f"{_counted(count, 'incident')} on {_counted(len(engines), 'engine')}: {_counted(len(groups), 'cause')}"
+    return f"{numbered(count, 'incident')} on {numbered(len(engines), 'engine')}: {numbered(len(groups), 'cause')}"
 
 
 def notes(sightings: Sequence[Sighting], wrong: Sequence[str]) -> list[str]:
     """Sentences on what is not in the groups."""
     tests = sum(s.count for s in sightings if s.self_test)
-    said = [f"{_counted(tests, 'incident')} of self-tests left out"] if tests else []
+    said = [f"{numbered(tests, 'incident')} of self-tests left out"] if tests else []
     more = [f"and {len(wrong) - MOST_VALUES} more"] if len(wrong) > MOST_VALUES else []
     return [*said, *wrong[:MOST_VALUES], *more]
 
@@ -58,22 +59,13 @@ def show(console: Console, groups: Sequence[Group], sightings: Sequence[Sighting
 
 def page(groups: Sequence[Group], sightings: Sequence[Sighting], wrong: Sequence[str]) -> str:
     """The same as one self-contained page; all content is escaped."""
-    loader = jinja2.PackageLoader("canary_core.desk.fleet", "templates")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.get_template("fleet.html.jinja")
     told = headline(groups, sightings)
-    return template.render(groups=groups, headline=told, notes=notes(sightings, wrong), about=about)
+    shown = template("fleet", "fleet.html.jinja")
+    return shown.render(groups=groups, headline=told, notes=notes(sightings, wrong), about=about)
 
 
 def _listed(group: Group, part: str) -> str:
     values = group.values(part)
     if len(values) == 1 and values[0][1] == group.count:
         return f"{values[0][0]} (all)"
-    more = f" and {len(values) - MOST_VALUES} more" if len(values) > MOST_VALUES else ""
-    return ", ".join(f"{value} ({number})" for value, number in values[:MOST_VALUES]) + more
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return listed([f"{value} ({number})" for value, number in values], MOST_VALUES)

@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from canary_core import installed
 from canary_core.desk.incidents.bundle import FORMAT, PARTIAL, PREFIX, VERSION
 from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.evidence import Evidence
@@ -28,6 +28,7 @@ from canary_core.events import Event
 from canary_core.incident import Incident
 from canary_core.kinds.case import Pattern
 from canary_core.records import PREFIX_HASH, TOKEN
+from canary_core.wording import by_name
 
 MOST_CELLS = 60_000
 """Most slots times sources in one bundle, for less than 5 MB."""
@@ -82,7 +83,7 @@ def write_aftermath(path: Path, incident: Incident, events: Iterable[tuple[float
     """Adds ``after.json`` to a bundle, whole or not at all. Raises OSError on failure."""
     after = {
         "findings": incident.total,
-        "kinds": _kinds(incident),
+        "kinds": by_name(incident.kinds),
         "last_step": incident.last_step,
         **({"repaired": incident.repaired} if incident.repaired else {}),
         "events": [_event(moment, event) for moment, event in events],
@@ -175,11 +176,7 @@ def _files(dossier: Dossier) -> dict[str, bytes]:
 def versions() -> dict[str, str]:
     """Versions of Python, the machine, and installed packages of Canary and engines."""
     out = {"python": sys.version.split()[0], "platform": f"{platform.system()} {platform.machine()}"}
-    for name in ("canary-core", "torch", "triton", "sglang", "vllm", "transformers", "flashinfer-python"):
-        try:
-            out[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    out |= installed.versions(("canary-core", "torch", "triton", "sglang", "vllm", "transformers", "flashinfer-python"))
     if torch.cuda.is_available():
         out["device"] = torch.cuda.get_device_name()
     return out
@@ -192,7 +189,7 @@ def _incident(dossier: Dossier) -> dict[str, object]:
         "root": incident.root.fields(),
         "findings": [v.fields() for v in incident.findings],
         "total": incident.total,
-        "kinds": _kinds(incident),
+        "kinds": by_name(incident.kinds),
         "last_step": incident.last_step,
         "requests": list(incident.requests),
         "diagnoses": [d.fields() for d in incident.diagnoses],
@@ -201,10 +198,6 @@ def _incident(dossier: Dossier) -> dict[str, object]:
         "content": content_digest(incident, dossier.evidence),
         **({"traces": incident.trace_ids} if incident.traces else {}),
     }
-
-
-def _kinds(incident: Incident) -> dict[str, int]:
-    return {kind.name.lower(): number for kind, number in incident.kinds.items()}
 
 
 _PLACES = ("bundle", "directory")

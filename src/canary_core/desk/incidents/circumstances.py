@@ -6,12 +6,19 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from canary_core.config import CanaryConfig
 from canary_core.config.shown import settings
 from canary_core.events import Event
 from canary_core.guard.canary import Canary
 
 PRIVATE = ("CANARY_INCIDENT_DIR", "CANARY_SUPPRESSIONS", "CANARY_NOTIFY", "CANARY_NOTIFY_KEY_FILE", "CANARY_KEY_FILE")
-"""Settings that stay out of bundles and dumps."""
+"""Settings that stay out of bundles and dumps: paths and addresses say nothing there, and may say who runs the engine,
+or hold a secret."""
+
+
+def shown_settings(config: CanaryConfig) -> dict[str, str]:
+    """All others, by variable."""
+    return {s.variable: s.value for s in settings(config) if s.variable not in PRIVATE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +36,7 @@ class Circumstances:
     def of(cls, canary: Canary) -> "Circumstances":
         """The present ones."""
         about = {
-            # Not paths and addresses: they say nothing here, and may say who runs the engine, or hold a secret.
-            "settings": {s.variable: s.value for s in settings(canary.config) if s.variable not in PRIVATE},
+            "settings": shown_settings(canary.config),
             "coverage": canary.coverage.event().fields,
             "told": round(time.time(), 3),
             "forwards": canary.forwards,

@@ -7,7 +7,7 @@ from canary_core.desk.incidents.evidence import Evidence
 from canary_core.desk.incidents.happened import last_of_all
 from canary_core.kinds.case import Copy, Damage
 from canary_core.kinds.facts import Facts, counted
-from canary_core.records import POSITION, STATES, WRITER, State
+from canary_core.records import POSITION, STATES, WRITER
 
 EVERY = 3
 """Fewest damaged tokens at equal distances for a pattern."""
@@ -75,11 +75,9 @@ def _place(damage: Damage, evidence: Evidence) -> None:
 
 
 def _of_one_request(damage: Damage, evidence: Evidence, writer: int) -> None:
-    own = {
-        int(slot): int(record[POSITION]) // STATES
-        for slot, record in zip(evidence.slots.tolist(), evidence.records, strict=True)
-        if int(record[WRITER]) == writer and int(record[POSITION]) & 3 == State.WRITTEN
-    }
+    mine = evidence.written & (evidence.records[:, WRITER] == writer)
+    positions = evidence.records[mine, POSITION] // STATES
+    own = dict(zip(evidence.slots[mine].tolist(), positions.tolist(), strict=True))
     damaged = sorted({own[slot] for slot in damage.slots if slot in own})
     between = set(own.values()) - set(damaged)
     gaps = {b - a for a, b in pairwise(damaged)}
@@ -95,11 +93,7 @@ def _of_pages(damage: Damage, evidence: Evidence) -> None:
     if size < 2:
         return
     taken = set(evidence.slots.tolist())
-    written = {
-        int(s)
-        for s, r in zip(evidence.slots.tolist(), evidence.records, strict=True)
-        if int(r[POSITION]) & 3 == State.WRITTEN
-    }
+    written = set(evidence.slots[evidence.written].tolist())
     pages: dict[int, list[int]] = {}
     for slot in damage.slots:
         pages.setdefault(slot // size, []).append(slot % size)

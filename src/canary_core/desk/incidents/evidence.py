@@ -111,8 +111,12 @@ class Evidence:
     @property
     def differs(self) -> Tensor:
         """Whether a written slot's bytes differ from the recorded ones: bool ``[n, sources]``."""
-        written = self.records[:, POSITION] & 3 == State.WRITTEN
-        return (self.stored != self.found) & (self.stored != 0) & written[:, None]
+        return (self.stored != self.found) & (self.stored != 0) & self.written[:, None]
+
+    @property
+    def written(self) -> Tensor:
+        """Whether a slot holds what a forward wrote: bool ``[n]``."""
+        return self.records[:, POSITION] & 3 == State.WRITTEN
 
     def row(self, slot: int) -> int | None:
         """Index of ``slot`` in ``slots``, None if not taken."""

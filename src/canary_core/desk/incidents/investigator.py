@@ -25,6 +25,7 @@ from canary_core.events import Event
 from canary_core.guard.canary import Canary
 from canary_core.incident import NAMED, Incident
 from canary_core.kinds.case import Pattern
+from canary_core.records import FREED_BY, WRITER
 from canary_core.runtime.streams import capturing
 
 MOST_WAITING = 8
@@ -190,8 +191,8 @@ class Investigator:
         evidence = None if inquiry.taken is None else inquiry.taken.evidence()
         seen: list[Pattern] = []
         if evidence is not None:
-            writers = {int(w) for w in evidence.records[:, 5].tolist()} | {e.writer for e in evidence.history}
-            freed = {int(w) for w in evidence.records[:, 7].tolist()}
+            writers = {*evidence.records[:, WRITER].tolist()} | {e.writer for e in evidence.history}
+            freed = {*evidence.records[:, FREED_BY].tolist()}
             before = {h.who for life in evidence.lives.values() for h in life if h.event != "copy"}
             named = ((w, inquiry.canary.writers.name(w)) for w in writers | freed | before)
             evidence.names = {w: name for w, name in named if name is not None}

@@ -30,7 +30,7 @@ class Family:
 
     name: str
     help: str
-    read: Callable[[MetricReading | Totals], Mapping[tuple[str, ...], float]]
+    read: Callable[[Totals], Mapping[tuple[str, ...], float]]
     kind: Literal["counter", "gauge"] = "gauge"
     extra: tuple[str, ...] = ()
     together: Together = "sum"
@@ -48,7 +48,7 @@ class Family:
     def samples(self, live: Sequence[MetricReading], ended: Mapping[Owner, Totals]) -> Iterator[Sample]:
         """The values now: of running Canaries, and for counters also of ended ones."""
         values: dict[tuple[str, ...], float] = {}
-        parts: list[tuple[Owner, MetricReading | Totals]] = [(r.owner, r) for r in live]
+        parts: list[tuple[Owner, Totals]] = [(r.owner, r) for r in live]
         if self.kind == "counter":
             parts += list(ended.items())
         for owner, part in parts:
@@ -62,31 +62,31 @@ class Family:
 _TOGETHER: dict[Together, Callable[[Iterable[float]], float]] = {"sum": sum, "min": min, "max": max}
 
 
-def _one(name: str) -> Callable[[MetricReading | Totals], Mapping[tuple[str, ...], float]]:
+def _one(name: str) -> Callable[[Totals], Mapping[tuple[str, ...], float]]:
     """Reads one number without labels of its own; empty where unknown."""
 
-    def read(part: MetricReading | Totals) -> Mapping[tuple[str, ...], float]:
+    def read(part: Totals) -> Mapping[tuple[str, ...], float]:
         value = getattr(part, name)
         return {} if value is None else {(): float(value)}
 
     return read
 
 
-def _by_name(name: str) -> Callable[[MetricReading | Totals], Mapping[tuple[str, ...], float]]:
+def _by_name(name: str) -> Callable[[Totals], Mapping[tuple[str, ...], float]]:
     """Reads numbers by a name."""
     return lambda part: {(key,): float(value) for key, value in dict(getattr(part, name)).items()}
 
 
-def _by_pair(name: str) -> Callable[[MetricReading | Totals], Mapping[tuple[str, ...], float]]:
+def _by_pair(name: str) -> Callable[[Totals], Mapping[tuple[str, ...], float]]:
     """Reads numbers by kind and region."""
     return lambda part: {key: float(value) for key, value in dict(getattr(part, name)).items()}
 
 
-def _info(part: MetricReading | Totals) -> Mapping[tuple[str, ...], float]:
+def _info(part: Totals) -> Mapping[tuple[str, ...], float]:
     return {part.info: 1.0} if isinstance(part, MetricReading) else {}
 
 
-def _enabled(part: MetricReading | Totals) -> Mapping[tuple[str, ...], float]:
+def _enabled(part: Totals) -> Mapping[tuple[str, ...], float]:
     return {(part.mode,): float(part.enabled)} if isinstance(part, MetricReading) else {}
 
 

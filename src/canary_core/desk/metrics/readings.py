@@ -5,12 +5,12 @@ from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import metadata
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from canary_core.config import CanaryConfig
+from canary_core.installed import version
 from canary_core.layers import turn_of
 from canary_core.place import Place
 from canary_core.records import Counter, Kind
@@ -26,8 +26,36 @@ Owner = tuple[str, str, str]
 """Replica, rank and model."""
 
 
-@dataclass(frozen=True, slots=True)
-class MetricReading:
+@dataclass(slots=True)
+class Totals:
+    """Sums over the ended Canaries of one replica, rank and model, so that no count goes down."""
+
+    forwards: int = 0
+    checked_forwards: int = 0
+    slots_checked: int = 0
+    bytes_checked: int = 0
+    skipped: dict[str, int] = field(default_factory=Tally)
+    violations: dict[Labels, int] = field(default_factory=Tally)
+    incidents: dict[Labels, int] = field(default_factory=Tally)
+    computed_tokens: int = 0
+    guarded_tokens: int = 0
+    alarm_tests: int = 0
+    repairs: dict[str, int] = field(default_factory=Tally)
+    recomputes: dict[str, int] = field(default_factory=Tally)
+    recomputed_tokens: int = 0
+
+    def add(self, other: "Totals") -> None:
+        """One more."""
+        for name in Totals.__dataclass_fields__:
+            before, more = getattr(self, name), getattr(other, name)
+            if isinstance(before, Tally):
+                before.update(more)
+            else:
+                setattr(self, name, before + more)
+
+
+@dataclass(slots=True, kw_only=True)
+class MetricReading(Totals):
     """Figures of one `Canary`, as of the host's last read of its counters. ``skipped``: unchecked work, by reason.
     ``owner``: of `Place.labels`; ``info``: machine, GPU, its address, version, profile, mode, layers. ``violations``,
     ``incidents``: numbers by kind and region, whether or not each was reported by itself. None: unknown, or not
@@ -42,49 +70,29 @@ class MetricReading:
     enabled: bool
     paused: bool
     self_test: bool
-    forwards: int
-    checked_forwards: int
-    slots_checked: int
-    bytes_checked: int
-    skipped: dict[str, int]
-    violations: dict[Labels, int]
-    incidents: dict[Labels, int]
-    unknown_slots: float
-    coverage: float | None
-    guarded_bytes: int
-    memory_bytes: int
-    ledger_doubt: float | None
-    detection_s: float | None
-    scrub_period_s: float | None
-    last_check: float | None
-    overhead: dict[str, float]
-    computed_tokens: int = 0
-    guarded_tokens: int = 0
+    unknown_slots: float = 0.0
+    coverage: float | None = None
+    guarded_bytes: int = 0
+    memory_bytes: int = 0
+    ledger_doubt: float | None = None
+    detection_s: float | None = None
+    scrub_period_s: float | None = None
+    last_check: float | None = None
+    overhead: dict[str, float] = field(default_factory=dict)
     guarded_ratio: float | None = None
     missing_tokens: int = 0
-    alarm_tests: int = 0
     alarm_dead: int | None = None
     last_alarm_test: float | None = None
-    repairs: dict[str, int] = field(default_factory=dict)
-    recomputes: dict[str, int] = field(default_factory=dict)
-    recomputed_tokens: int = 0
     weights_bytes: int | None = None
     weights_period_s: float | None = None
 
     @classmethod
     def of_nobody(cls, place: Place, config: CanaryConfig) -> "MetricReading":
         """Of an unguarded engine at ``place``, where Canary could not start or attach."""
-        counts: dict[str, Any] = dict.fromkeys(("forwards", "checked_forwards", "slots_checked", "bytes_checked"), 0)
-        named: dict[str, Any] = {name: {} for name in ("skipped", "violations", "incidents", "overhead")}
-        sizes: dict[str, Any] = {"unknown_slots": 0.0, "guarded_bytes": 0, "memory_bytes": 0}
-        never: dict[str, Any] = dict.fromkeys(
-            ("coverage", "detection_s", "scrub_period_s", "last_check", "ledger_doubt")
-        )
+        info = _info(place, config, config.mode)
         return cls(
-            owner=place.labels, info=_info(place, config, config.mode), mode=config.mode,
-            enabled=False, paused=False, self_test=place.self_test,
-            **counts, **named, **sizes, **never,
-        )  # fmt: skip
+            owner=place.labels, info=info, mode=config.mode, enabled=False, paused=False, self_test=place.self_test
+        )
 
     @classmethod
     def of(cls, canary: "Canary") -> "MetricReading":
@@ -137,41 +145,6 @@ class MetricReading:
             weights_bytes=int(scrub["weights_bytes"]) if "weights_bytes" in scrub else None,
             weights_period_s=scrub.get("weights_period_s"),
         )
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums over the ended Canaries of one replica, rank and model, so that no count goes down."""
-
-    forwards: int = 0
-    checked_forwards: int = 0
-    slots_checked: int = 0
-    bytes_checked: int = 0
-    skipped: "Tally[str]" = field(default_factory=Tally)
-    violations: "Tally[Labels]" = field(default_factory=Tally)
-    incidents: "Tally[Labels]" = field(default_factory=Tally)
-    computed_tokens: int = 0
-    guarded_tokens: int = 0
-    alarm_tests: int = 0
-    repairs: "Tally[str]" = field(default_factory=Tally)
-    recomputes: "Tally[str]" = field(default_factory=Tally)
-    recomputed_tokens: int = 0
-
-    def add(self, reading: MetricReading) -> None:
-        """One more."""
-        self.forwards += reading.forwards
-        self.checked_forwards += reading.checked_forwards
-        self.slots_checked += reading.slots_checked
-        self.bytes_checked += reading.bytes_checked
-        self.computed_tokens += reading.computed_tokens
-        self.guarded_tokens += reading.guarded_tokens
-        self.alarm_tests += reading.alarm_tests
-        self.skipped.update(reading.skipped)
-        self.repairs.update(reading.repairs)
-        self.recomputes.update(reading.recomputes)
-        self.recomputed_tokens += reading.recomputed_tokens
-        self.violations.update(reading.violations)
-        self.incidents.update(reading.incidents)
 
 
 class Readings:
@@ -242,10 +215,7 @@ def _repairs(stats: Mapping[str, Any]) -> dict[str, int]:
 @lru_cache
 def own_version() -> str:
     """Version of the installed canary-core; empty where it is not installed as a package."""
-    try:
-        return metadata.version("canary-core")
-    except metadata.PackageNotFoundError:
-        return ""
+    return version("canary-core") or ""
 
 
 def _named(counts: Mapping[tuple[Kind, str], int], regions: Iterable[str]) -> dict[Labels, int]:

@@ -15,6 +15,7 @@ from email.message import Message
 from typing import IO, Any
 
 from canary_core.config.key_file import read_key
+from canary_core.errors import error_text
 
 MOST_WAITING = 64
 """Messages waiting for delivery; more are counted as lost."""
@@ -143,7 +144,7 @@ class Sender:
             try:
                 self._target.deliver(body)
             except (OSError, ValueError, subprocess.SubprocessError) as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = error_text(error)
                 continue
             self.sent += 1
             return

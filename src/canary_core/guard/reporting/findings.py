@@ -78,10 +78,11 @@ class Reporter:
         self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self._probe)
         """Whether a finding would be told."""
         self.repairs: Repairs | None = None
-        if self._config.repair:
+        if self._config.repair and workspace.states:
             from canary_core.guard.reporting import repairs
 
-            self.repairs = repairs.Repairs.of(workspace, switch, canary.audit, self._condemn, self.incidents)
+            if repairs.able(workspace, switch):
+                self.repairs = repairs.Repairs(workspace, switch, canary.audit, self._condemn, self.incidents)
         self._first: Incident | None = None
         self._read_forwards = self._stalled = 0
         self.counters = [0] * workspace.shared.counters.shape[0]
@@ -181,10 +182,7 @@ class Reporter:
 
     def wait(self, last: bool = False) -> None:
         """Until plugins are done with the incidents, for some seconds at most; see `canary_settle`."""
-        try:
-            self._switch.hooks.hook.canary_settle(canary=self._canary, last=last)
-        except Exception as error:
-            self._complain("canary_settle", error)
+        self._switch.call("canary_settle", canary=self._canary, last=last)
 
     def forget_first(self) -> None:
         """Raise mode begins now: earlier findings are not raised."""
@@ -334,41 +332,20 @@ class Reporter:
         incident.trace(self.writers.traces(violation.request, violation.stored_request))
         if self._first is None or self._first not in self.incidents:
             self._first = incident
-        self._tell(violation)
+        # Built-in reporting comes first, so that no failing listener can silence it.
+        self._switch.call("canary_violation", violation=violation)
 
     def _dismissal(self, violation: Violation) -> str | None:
         """A plugin's reason to dismiss the finding, None for none. A plugin that fails does not dismiss."""
-        try:
-            reason: str | None = self._switch.hooks.hook.canary_dismiss(violation=violation)
-        except Exception as error:
-            self._complain("canary_dismiss", error)
-            return None
+        reason: str | None = self._switch.call("canary_dismiss", violation=violation)
         return reason
 
-    def _tell(self, violation: Violation) -> None:
-        """Reports a finding to the plugins; built-in reporting comes first, so that no failing listener can silence
-        it."""
-        try:
-            self._switch.hooks.hook.canary_violation(violation=violation)
-        except Exception as error:
-            self._complain("canary_violation", error)
-
     def _tell_incident(self, incident: Incident) -> None:
-        try:
-            self._switch.hooks.hook.canary_incident(canary=self._canary, incident=incident)
-        except Exception as error:
-            self._complain("canary_incident", error)
+        self._switch.call("canary_incident", canary=self._canary, incident=incident)
 
     def _probe(self, passed: Callable[[], None]) -> bool:
         """Whether a plugin accepts a probe where it accepts incidents. A probe given to a failing plugin is lost."""
-        try:
-            return bool(self._switch.hooks.hook.canary_probe(canary=self._canary, passed=passed))
-        except Exception as error:
-            self._complain("canary_probe", error)
-            return True
-
-    def _complain(self, where: str, error: Exception) -> None:
-        self._switch.emit(Event("reporting_failed", "error", {"where": where, "error": repr(error)}))
+        return bool(self._switch.call("canary_probe", True, canary=self._canary, passed=passed))
 
     def decode(self, row: Sequence[int]) -> Violation:
         """One ring row as a `Violation`."""

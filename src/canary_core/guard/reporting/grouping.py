@@ -12,6 +12,7 @@ from canary_core.kinds.links import NEAR_STEPS, Link
 from canary_core.records import Kind, Phase
 from canary_core.runtime.telling import Untold
 from canary_core.violation import Violation
+from canary_core.wording import by_name
 
 MOST_OPEN = 256
 """Most open incidents; beyond, the one quiet for longest is closed."""
@@ -107,8 +108,7 @@ class Incidents:
         new, self._new = self._new, []
         for incident, findings in self._grown.items():
             about = {"incident": incident.number, "new_findings": findings, "findings": incident.total}
-            kinds = {kind.name.lower(): number for kind, number in incident.kinds.items()}
-            self._tell_event(Event("incident_grew", "debug", {**about, "kinds": kinds}))
+            self._tell_event(Event("incident_grew", "debug", {**about, "kinds": by_name(incident.kinds)}))
         self._grown = {}
         now = time.monotonic()
         self._times = [moment for moment in self._times if now - moment < LIMIT_S]
@@ -120,8 +120,7 @@ class Incidents:
             self.counts[place] = self.counts.get(place, 0) + 1
             incident.number, incident.told = self.total, True
             if self._limit and len(self._times) >= self._limit:
-                kinds = {kind.name.lower(): number for kind, number in incident.kinds.items()}
-                self.limited.add(kinds, at=incident.number)
+                self.limited.add(by_name(incident.kinds), at=incident.number)
                 continue
             self._times.append(now)
             # The event first: whoever looks at the incident, on a thread of its own, has something to tell soon.

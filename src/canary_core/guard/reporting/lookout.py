@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from canary_core.errors import error_text
 from canary_core.events import Event
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.runtime.watch import WATCH
@@ -82,6 +83,6 @@ def _dead_thread(name: str) -> Event:
 
 def _broken_look(error: Exception) -> Event:
     """A look of the watch fails: its subject is not reported on."""
-    failed = f"{type(error).__name__}: {error}"
+    failed = error_text(error)
     reason = f"a look at whether Canary still sees its engine fails ({failed}): it would not be told; please report it"
     return Event("silence", "error", {"reason": reason, "error": failed})

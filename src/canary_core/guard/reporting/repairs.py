@@ -81,27 +81,6 @@ class Repairs:
         self.outcomes: Counter[str] = Counter()
         """Number of tries by outcome: lower-case names of `RepairOutcome`, and ``unaligned``."""
 
-    @classmethod
-    def of(
-        cls,
-        workspace: Workspace,
-        switch: Switch,
-        audit: Audit,
-        condemn: Callable[[Violation], None],
-        incidents: Iterable[Incident],
-    ) -> "Repairs | None":
-        """None without ``CANARY_REPAIR``, and where nothing could ever be repaired, with a ``repair_off`` event."""
-        config = workspace.config
-        if not config.repair or not workspace.states:
-            return None
-        reason = _unable(config)
-        if reason is None and not any(state.repairs for state in workspace.states.values()):
-            reason = "no region has fingerprints of each layer: see CANARY_MEMORY"
-        if reason is None:
-            return cls(workspace, switch, audit, condemn, incidents)
-        switch.tell(Event("repair_off", "warning", {"reason": reason}))
-        return None
-
     def takes(self, key: int, violation: Violation) -> bool:
         """Whether the told finding ``violation`` waits for a repair: then `step` gives the verdict, or none."""
         if violation.kind is not Kind.BYTES or violation.phase is not Phase.SCRUB:
@@ -210,6 +189,17 @@ class Repairs:
         self._steps.move_to_end(key)
         if len(self._steps) > MOST_REMEMBERED:
             self._steps.popitem(last=False)
+
+
+def able(workspace: Workspace, switch: Switch) -> bool:
+    """Whether anything could ever be repaired, as with ``CANARY_REPAIR`` it is to be; if not, with a ``repair_off``
+    event."""
+    reason = _unable(workspace.config)
+    if reason is None and not any(state.repairs for state in workspace.states.values()):
+        reason = "no region has fingerprints of each layer: see CANARY_MEMORY"
+    if reason is not None:
+        switch.tell(Event("repair_off", "warning", {"reason": reason}))
+    return reason is None
 
 
 def _unable(config: CanaryConfig) -> str | None:

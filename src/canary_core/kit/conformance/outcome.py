@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from canary_core.errors import error_text
 from canary_core.kit.conformance.problems import Nonconforming
 from canary_core.kit.conformance.session import Ability
 from canary_core.kit.conformance.suite import PluginConformance
@@ -74,5 +75,5 @@ def _run(suite: type[PluginConformance], name: str) -> tuple[Result, str, str | 
     except Nonconforming as found:
         return "failed", str(found), None
     except Exception as error:
-        return "failed", f"{type(error).__name__}: {error}", traceback.format_exc()
+        return "failed", error_text(error), traceback.format_exc()
     return "passed", "", None

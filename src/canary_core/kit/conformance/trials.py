@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from canary_core.config.faults import FaultSpec
-from canary_core.errors import CanaryError
+from canary_core.errors import CanaryError, error_text
 from canary_core.kit.conformance import traffic
 from canary_core.kit.conformance.footprints import Footprints
 from canary_core.kit.conformance.onlooker import Onlooker
@@ -88,7 +88,7 @@ class Trials:
             try:
                 session = self.session()
             except CanaryError as error:
-                what = f"in {config.mode} mode the engine did not start, {type(error).__name__}: {error}"
+                what = f"in {config.mode} mode the engine did not start, {error_text(error)}"
                 raise Nonconforming("PoolAdapter", what) from error
             stack.callback(session.close)
             yield Stage(session, onlooker, findings, self.longest_prompt)

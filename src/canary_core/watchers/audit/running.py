@@ -1,14 +1,15 @@
 """`RunningAudit`: audits the first forwards of a running engine, and notices when its pool moves."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView
-from canary_core.errors import CanaryError
+from canary_core.errors import CanaryError, error_text
 from canary_core.events import Event
 from canary_core.region import KVSource, Region, Uncovered
 from canary_core.runtime.streams import capturing
@@ -90,12 +91,10 @@ class RunningAudit:
         if not self._switch.enabled:
             return
         self._left, self.due = forwards, forwards > 0
-        try:
+        with self._ours():
             from canary_core.watchers.audit.footprint import FootprintAudit
 
             self._footprint = FootprintAudit(pool_tensors, regions, uncovered=uncovered)
-        except Exception as error:
-            self._fall_over(error)
 
     def begin(self, view: BatchView | None) -> None:
         """Right before the forward of ``view``. Never in a graph: then the audit ends, with a word why."""
@@ -104,7 +103,7 @@ class RunningAudit:
         if capturing(self._footprint.device):
             self._skip("a CUDA graph is captured that holds Canary's own work; let the audit run without graphs")
             return
-        try:
+        with self._ours():
             self.look()
             began = time.perf_counter()
             for region, arriving in self._arriving.items():
@@ -115,15 +114,13 @@ class RunningAudit:
             self.open = True
             self._began = time.perf_counter()
             self.seconds += self._began - began
-        except Exception as error:
-            self._fall_over(error)
 
     def end(self) -> None:
         """Right after the forward, once the host has reported all events: compares."""
         if not self.open or self._footprint is None:
             return
         self.open = False
-        try:
+        with self._ours():
             began = time.perf_counter()
             result = self._footprint.end()
             self.seconds += time.perf_counter() - began
@@ -137,8 +134,6 @@ class RunningAudit:
                 self._fail(result)
             elif not self._left:
                 self.tell()
-        except Exception as error:
-            self._fall_over(error)
 
     def abandon(self) -> None:
         """The forward has failed."""
@@ -151,7 +146,7 @@ class RunningAudit:
         arrival is reported with False; None: now."""
         if not self._left or self._footprint is None or capturing(self._footprint.device):
             return
-        try:
+        with self._ours():
             # Whoever tells an event may go on to use the tensor for something else.
             kept = None if slots is None else slots.detach().clone()
             self._footprint.claim_slots(region, kept)
@@ -159,17 +154,13 @@ class RunningAudit:
                 self._arriving.setdefault(region, []).append(kept)
             elif arriving is False and region in self._arriving:
                 self._arriving[region] = _without(self._arriving[region], kept)
-        except Exception as error:
-            self._fall_over(error)
 
     def claim_writes(self, view: BatchView) -> None:
         """Claims the slots that another forward, of ``view``, writes within the next one."""
         if not self.due or self._footprint is None or capturing(self._footprint.device):
             return
-        try:
+        with self._ours():
             self._footprint.claim_writes(view)
-        except Exception as error:
-            self._fall_over(error)
 
     @property
     def follows_sources(self) -> bool:
@@ -188,11 +179,9 @@ class RunningAudit:
         if self._footprint is None or (now_and_then and now - self._looked < LOOK_S):
             return
         self._looked = now
-        try:
+        moved: Mapping[str, list[str]] = {}
+        with self._ours():
             moved = self._footprint.moved()
-        except Exception as error:
-            self._fall_over(error)
-            return
         for region, sources in moved.items():
             if region not in self.moved:
                 self.moved.add(region)
@@ -253,8 +242,13 @@ class RunningAudit:
         if self.forget is not None:
             self.forget(region, None)
 
-    def _fall_over(self, error: Exception) -> None:
-        self._skip(str(error) if isinstance(error, CanaryError) else f"{type(error).__name__}: {error}")
+    @contextmanager
+    def _ours(self) -> Iterator[None]:
+        """An exception within ends the audit, and is the reason."""
+        try:
+            yield
+        except Exception as error:
+            self._skip(str(error) if isinstance(error, CanaryError) else error_text(error))
 
     def _skip(self, reason: str) -> None:
         if self._left:

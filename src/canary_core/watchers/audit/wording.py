@@ -10,6 +10,7 @@ from torch import Tensor
 
 from canary_core.region import KVSource, Region
 from canary_core.watchers.audit.memory import Storage
+from canary_core.wording import listed, numbered, runs
 
 Suspect = Literal["PoolAdapter", "BatchAdapter", "PoolAdapter or BatchAdapter"]
 """The part of an adapter to blame: the description of memory, of a forward, or one of the two."""
@@ -69,8 +70,8 @@ def out_of_range(region: Region, numbers: Sequence[int]) -> Problem:
     """The view writes where there are no slots."""
     return Problem(
         "PoolAdapter or BatchAdapter",
-        f"the view names {_count(len(numbers), 'written slot')} that region {region.name!r} does not have (it has 0 to "
-        f"{region.slots - 1}): {_numbers(numbers)}; do table, page size or write_slots belong to another region?",
+        f"the view names {numbered(len(numbers), 'written slot')} that region {region.name!r} does not have (it has "
+        f"0 to {region.slots - 1}): {_numbers(numbers)}; do table, page size or write_slots belong to another region?",
     )
 
 
@@ -89,7 +90,7 @@ def unclaimed(strays: Sequence[Stray], writes: Sequence[ClaimedWrites], any_writ
             total = sum(len(slots) for _, slots in found)
             yield Problem(
                 "BatchAdapter",
-                f"the view named no written slot, yet {_count(total, 'byte')} changed in "
+                f"the view named no written slot, yet {numbered(total, 'byte')} changed in "
                 f"{_slots(write.region, found)}, in {_sources([s for s, _ in found])}: is the view None, or made for "
                 "another forward?",
             )
@@ -105,7 +106,7 @@ def _undescribed(stray: Stray, writes: Sequence[ClaimedWrites]) -> Iterator[Prob
         if found is None:
             yield Problem(
                 "PoolAdapter",
-                f"the forward changed {_count(len(left), 'byte')} beside the tensors {stray.storage.names}, in the "
+                f"the forward changed {numbered(len(left), 'byte')} beside the tensors {stray.storage.names}, in the "
                 "storage that holds them: does pool_tensors() leave a tensor out?",
             )
             return
@@ -118,7 +119,7 @@ def _undescribed(stray: Stray, writes: Sequence[ClaimedWrites]) -> Iterator[Prob
         known = _known(stray, tensor, first, writes)
         more = "at least " if stray.count > len(stray.places) else ""
         about = (
-            f"the forward changed {more}{_count(len(mine), 'byte')} of {name!r} (shape {list(tensor.shape)}) that no "
+            f"the forward changed {more}{numbered(len(mine), 'byte')} of {name!r} (shape {list(tensor.shape)}) that no "
             "region describes"
         )
         if len(known):
@@ -189,7 +190,7 @@ def _unnamed(write: ClaimedWrites, found: Sequence[tuple[KVSource, Tensor]]) -> 
         )
     total = sum(len(s) for _, s in found)
     about = (
-        f"the forward changed {_count(total, 'byte')} in {_slots(region, found)}, in "
+        f"the forward changed {numbered(total, 'byte')} in {_slots(region, found)}, in "
         f"{_sources([s for s, _ in found])}, which the view does not name as written"
     )
     shift = _shift(write, slots)
@@ -218,7 +219,7 @@ def unchanged(write: ClaimedWrites) -> Iterator[Problem]:
         if bool(write.present.any()):
             yield Problem(
                 "BatchAdapter",
-                f"nothing changed in the {_count(total, 'slot')} of region {region.name!r} that the view names as "
+                f"nothing changed in the {numbered(total, 'slot')} of region {region.name!r} that the view names as "
                 f"written ({_numbers(write.slots.tolist())}): is the view made for another forward, after this one, or "
                 "with another table?",
             )
@@ -234,14 +235,14 @@ def unchanged(write: ClaimedWrites) -> Iterator[Problem]:
             yield Problem(
                 "PoolAdapter",
                 f"nothing of {_kind(sources)} {_sources(sources)} of region {region.name!r} changed in "
-                f"{_count(of, 'written slot')}, while {_sources(moved)} did: does the source point at a copy, or at "
+                f"{numbered(of, 'written slot')}, while {_sources(moved)} did: does the source point at a copy, or at "
                 "another layer?",
             )
         else:
             yield Problem(
                 "PoolAdapter or BatchAdapter",
                 f"{_kind(sources)} {_sources(sources)} of region {region.name!r} stayed the same in {count} of "
-                f"{_count(of, 'written slot')} ({_numbers(write.slots[group[0][1]].tolist())}): does the view name "
+                f"{numbered(of, 'written slot')} ({_numbers(write.slots[group[0][1]].tolist())}): does the view name "
                 "slots that this forward does not write?",
             )
 
@@ -253,7 +254,7 @@ def never_changed(region: Region, found: Sequence[tuple[KVSource, int]]) -> Iter
         yield Problem(
             "PoolAdapter",
             f"nothing of {_kind(sources)} {_sources(sources)} of region {region.name!r} ever changed in "
-            f"{_count(count, 'written slot')} in which lower layers did: does the source point at a copy, or at "
+            f"{numbered(count, 'written slot')} in which lower layers did: does the source point at a copy, or at "
             "another layer?",
         )
 
@@ -288,9 +289,7 @@ def _slots(region: Region, found: Sequence[tuple[KVSource, Tensor]]) -> str:
 
 
 def _sources(sources: Sequence[KVSource]) -> str:
-    names = [s.name for s in sources]
-    shown = ", ".join(names[:SHOWN])
-    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return listed([s.name for s in sources], SHOWN)
 
 
 def _kind(sources: Sequence[KVSource]) -> str:
@@ -307,15 +306,6 @@ def _index(numbers: Sequence[int]) -> str:
 
 def _numbers(numbers: Sequence[int]) -> str:
     """Ascending numbers, runs as ``3 to 7``."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    shown = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs[:SHOWN]]
-    return ", ".join(shown) + (" and more" if len(runs) > SHOWN else "")
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
+    found = runs(numbers)
+    shown = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in found[:SHOWN]]
+    return ", ".join(shown) + (" and more" if len(found) > SHOWN else "")

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from canary_core.region import KVSource
+from canary_core.wording import joined, runs
 
 
 def positions(first: int, count: int) -> str:
@@ -24,7 +25,7 @@ def fold(sources: Sequence[KVSource], differing: Sequence[int], state: str = "")
     for half, layers in halves.items():
         whole = layers == every[half] and len(layers) > 1
         alike.setdefault(("every layer," if whole else _layers(layers), whole), []).append(_half(half))
-    said = "; ".join(f"{where} {_joined(names)}" for (where, _), names in alike.items())
+    said = "; ".join(f"{where} {joined(names)}" for (where, _), names in alike.items())
     verb = "differs" if len(differing) == 1 else "differ"
     if state:
         verb = f"{'is' if len(differing) == 1 else 'are'} {state}"
@@ -37,15 +38,7 @@ def _half(half: str) -> str:
 
 def _layers(layers: Collection[int]) -> str:
     """``layers 0, 3 to 5 and 9``"""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    said = [str(a) if a == b else f"{a} and {b}" if b == a + 1 and len(runs) == 1 else f"{a} to {b}" for a, b in runs]
-    return f"{'layer' if len(layers) == 1 else 'layers'} {_joined(said)}"
-
-
-def _joined(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    all_runs = runs(sorted(layers))
+    pair = len(all_runs) == 1
+    said = [str(a) if a == b else f"{a} and {b}" if pair and b == a + 1 else f"{a} to {b}" for a, b in all_runs]
+    return f"{'layer' if len(layers) == 1 else 'layers'} {joined(said)}"

@@ -11,6 +11,7 @@ from canary_core.violation import Violation
 from canary_core.watchers.ranks.digest import RankWord
 from canary_core.watchers.ranks.group import RankGroup
 from canary_core.watchers.ranks.judge import RankDifference
+from canary_core.wording import joined
 
 REGION = "ranks"
 """In findings, in the place of a region of slots."""
@@ -49,16 +50,16 @@ def finding(
     others = [rank for rank in about if rank not in first.odd]
     names = [_where(rank, about[rank]) for rank in first.odd]
     if not others:
-        who = f"{_joined(names)} differ"
+        who = f"{joined(names)} differ"
     elif len(names) == 1:
         who = f"{names[0]} alone differs from {'rank' if len(others) == 1 else 'ranks'} {_numbers(others)}"
     else:
-        who = f"{_joined(names)} differ from {'rank' if len(others) == 1 else 'ranks'} {_numbers(others)}"
-    what = _joined([SAID[difference.what] for difference in found])
+        who = f"{joined(names)} differ from {'rank' if len(others) == 1 else 'ranks'} {_numbers(others)}"
+    what = joined([SAID[difference.what] for difference in found])
     facts: dict[str, Any] = {}
     if first.what == "kv":
         names = [sources[column].name for column in first.columns]
-        what = f"{what} in {_joined(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
+        what = f"{what} in {joined(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
         facts = {"source": names[0], "layer": sources[first.columns[0]].layer, "half": sources[first.columns[0]].half}
     return Violation(
         kind=Kind.RANKS,
@@ -81,8 +82,4 @@ def _where(rank: int, about: Mapping[str, Any]) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    return _joined([str(rank) for rank in ranks])
-
-
-def _joined(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+    return joined([str(rank) for rank in ranks])

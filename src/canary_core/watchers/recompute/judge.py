@@ -9,12 +9,11 @@ from torch import Tensor
 
 from canary_core.config import CanaryConfig
 from canary_core.events import Event
-from canary_core.ops.state import RegionState
 from canary_core.recomputer import CachedRequest, Computed, Touch
 from canary_core.records import Kind, Phase
 from canary_core.region import KVSource
 from canary_core.violation import Violation
-from canary_core.watchers.recompute.comparison import Comparing, Comparison
+from canary_core.watchers.recompute.comparison import Compared, Comparing, Comparison
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise
 from canary_core.watchers.recompute.verification import LayerError, Reason, Verification, Verifier
 
@@ -28,23 +27,15 @@ UNLIKE = (
 )
 
 
-class RecomputeHost(Protocol):
+class RecomputeHost(Compared, Protocol):
     """The part of `Canary` used here. verifier: has requests computed again for whoever asks."""
 
     config: CanaryConfig
     verifier: Verifier | None
 
     @property
-    def states(self) -> Mapping[str, RegionState]:
-        """Device memory by region."""
-
-    @property
     def slots(self) -> "SlotChecks":
         """Comparison of bytes beside forwards."""
-
-    @property
-    def backend(self) -> str:
-        """Name of the running ops."""
 
     @property
     def forwards(self) -> int:

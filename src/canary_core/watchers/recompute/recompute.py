@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
@@ -10,13 +9,13 @@ from concurrent.futures import TimeoutError as LateError
 import torch
 
 from canary_core.errors import CanaryError, error_text
-from canary_core.events import Event
-from canary_core.recomputer import STARVED_LOOKS, CachedRequest, Recomputer
+from canary_core.recomputer import CachedRequest, Recomputer, recompute_off, recompute_starved
 from canary_core.watchers.recompute.attention import AttentionLook
 from canary_core.watchers.recompute.attention_turns import AttentionTurns
 from canary_core.watchers.recompute.comparison import Comparing, Comparison
 from canary_core.watchers.recompute.judge import RecomputeHost, RecomputeJudge
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Noise
+from canary_core.watchers.recompute.questions import Questions
 from canary_core.watchers.recompute.sampler import Sampler
 from canary_core.watchers.recompute.verification import Verification
 
@@ -62,7 +61,7 @@ class Recompute:
         if canary.verifier is None:
             canary.verifier = self
         self._recomputer = recomputer
-        self._asked: deque[tuple[str | None, Future[list[Verification]]]] = deque()
+        self._questions = Questions()
         self._server: int | None = None
         self.judge = RecomputeJudge(canary, lambda: recomputer.rounding)
         self._turns = AttentionTurns(canary, self.judge, recomputer.attention)
@@ -74,12 +73,11 @@ class Recompute:
 
     def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
         """Asks for `verify`, and does not wait: for any thread. ``parked`` is refused."""
-        asked: Future[list[Verification]] = Future()
-        if parked:
-            asked.set_exception(CanaryError(NOT_PARKED))
-            return asked
-        self._asked.append((request, asked))
-        return asked
+        if not parked:
+            return self._questions.put(request)
+        refused: Future[list[Verification]] = Future()
+        refused.set_exception(CanaryError(NOT_PARKED))
+        return refused
 
     def verify(self, request: str | None = None, timeout_s: float = 60.0) -> list[Verification]:
         """Verifies one request, or (None) all with KV in the cache, once the engine is between two forwards. Waits
@@ -99,15 +97,9 @@ class Recompute:
     def serve(self) -> None:
         """Answers all calls of `verify`, and computes a request again where ``CANARY_RECOMPUTE`` has one due. On the
         engine's thread and stream, between forwards; never raises."""
-        while self._asked:
+        if self._questions:
             self._server = threading.get_ident()
-            request, asked = self._asked.popleft()
-            if not asked.set_running_or_notify_cancel():
-                continue
-            try:
-                asked.set_result(self.now(request))
-            except Exception as error:
-                asked.set_exception(CanaryError(f"the recompute failed: {error_text(error)}"))
+            self._questions.serve(self.now)
         if self._sampler is not None and not self._sampler.rests:
             self._sample(self._sampler)
 
@@ -135,13 +127,13 @@ class Recompute:
             sampler.looked_at(name or "", 0, self._clock() - began, verdict=False)
             if self._failures >= MOST_FAILURES:
                 self._sampler = None
-                self._canary.tell(Event("recompute_off", "error", {"reason": f"{MOST_FAILURES} times in a row {why}"}))
+                self._canary.tell(recompute_off(f"{MOST_FAILURES} times in a row {why}", "error"))
 
     def _starves(self, looks: int) -> None:
         self._canary.count("recompute_starved")
-        if looks == STARVED_LOOKS:
-            reason = TOO_SHORT if self.noise.known else NONE_FRESH
-            self._canary.tell(Event("recompute_starved", "warning", {"looks": looks, "reason": reason}))
+        told = recompute_starved(looks, TOO_SHORT if self.noise.known else NONE_FRESH)
+        if told is not None:
+            self._canary.tell(told)
 
     def now(self, request: str | None = None) -> list[Verification]:
         """`verify` at once: on the engine's thread and stream, between forwards. Waits for the device."""

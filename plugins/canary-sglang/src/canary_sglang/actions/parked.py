@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from canary_adapters import ParkedPrefix, ParkedPrefixes, is_internal
+from canary_adapters import LOST_ADAPTER, ParkedPrefix, ParkedPrefixes, is_internal
 from canary_core import Patches, Touch
 from canary_sglang.compat import caches
-
-ADAPTER = "its adapter may be another one by now, or gone, and an engine can end where it loads none"
 
 NONE = array("q")
 
@@ -84,16 +82,15 @@ class RadixPrefixes:
     def _ended(self, request: Any, tokens: int) -> None:
         why = self._why_not(request)
         if why is None and request.lora_id is not None:
-            why = ADAPTER
+            why = LOST_ADAPTER
         content = NONE
         if why is None:
             ids = (request.origin_input_ids + request.output_ids)[:tokens]
             page = int(self.cache.page_size)
             content = array("q", ids[: len(ids) // page * page])
-        if why is not None or content:
-            self.known.add(
-                RadixPrefix(
-                    name=request.rid, content=content, touches=self._touches(request), why=why, cache=self.cache,
-                    extra_key=request.extra_key, cache_salt=request.cache_salt,
-                )
-            )  # fmt: skip
+        self.known.add(
+            RadixPrefix(
+                name=request.rid, content=content, touches=self._touches(request), why=why, cache=self.cache,
+                extra_key=request.extra_key, cache_salt=request.cache_salt,
+            )
+        )  # fmt: skip

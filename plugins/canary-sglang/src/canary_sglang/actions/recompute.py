@@ -20,7 +20,7 @@ from canary_adapters import (
     model_rounding,
     recompute_off,
 )
-from canary_core import Canary, Event, RegionKind, Touch, emit
+from canary_core import Canary, RegionKind, Touch
 from canary_sglang.actions.held_messages import HeldMessages
 from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
 from canary_sglang.compat import attended, caches, schedulers
@@ -71,20 +71,19 @@ class SchedulerRecompute(InternalRequests):
         self._scheduler = scheduler
         if self._remembers and scheduler.tree_cache is not self._cache:
             self._remember(scheduler)
-        if self._active or self._prefixes is not None:
-            self.pairs.count(self._recomputes.counted())
         wanted = self.pairs.wanted()
-        if not (wanted or self._active or self._prefixes):
+        self._active = self._active or bool(wanted)
+        if not self._active and self._prefixes is None:
             return
         if not self._canary.enabled:
             self.close()
             return
-        if not (wanted or self._active):
+        self.pairs.count(self._recomputes.counted())
+        if not self._active:
             return
-        self._active = True
         for request in wanted:
             self._recomputes.want(request)
-        with self._sheltered():
+        with self._recomputes.sheltered():
             self._drop()
             self._look_at_settings()
             self._batch = None
@@ -105,7 +104,7 @@ class SchedulerRecompute(InternalRequests):
         pairs: Sequence[RecomputePair] = ()
         watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._making = True
-        with self._sheltered():
+        with self._recomputes.sheltered():
             self._batch = batch
             pairs = self._recomputes.after(tokens)
             self._leave_queue()
@@ -119,7 +118,7 @@ class SchedulerRecompute(InternalRequests):
         """A turn without a batch."""
         if self._active and self._scheduler is scheduler:
             pairs: Sequence[RecomputePair] = ()
-            with self._sheltered():
+            with self._recomputes.sheltered():
                 self._batch = None
                 pairs = self._recomputes.after(0)
                 self._leave_queue()
@@ -127,7 +126,7 @@ class SchedulerRecompute(InternalRequests):
 
     def close(self) -> None:
         """Ends the present internal request. Open calls of `ask` fail."""
-        with self._sheltered():
+        with self._recomputes.sheltered():
             self._drop()
             self._recomputes.close()
         self._active = False
@@ -149,26 +148,30 @@ class SchedulerRecompute(InternalRequests):
     def room(self, request: str) -> bool:
         """Free slots, with those of the prefix cache as for any other request, a row of the table, and an empty
         queue."""
-        scheduler, target = self._scheduler, self.find(request)
         if self._refusal() is not None:
             # Answered at once: see `begin`.
             return True
-        if self._others_wait() or scheduler.chunked_req is not None or target is None:
+        scheduler, target = self._scheduler, self._in_turn(request)
+        if target is None:
             return False
         cache, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
-        batch = scheduler.running_batch
         free = int(allocator.available_size() + cache.evictable_size())
         tokens = target.tokens + int(scheduler.page_size)
-        spare = SPARE * int(scheduler.page_size) * len(batch.reqs)
+        spare = SPARE * int(scheduler.page_size) * len(scheduler.running_batch.reqs)
         return scheduler.req_to_token_pool.available_size() > 1 and SPARE * tokens + spare <= free
 
     def spare(self, request: str) -> bool:
         """See `InternalRequests`. With so many free slots SGLang evicts nothing."""
-        scheduler, target = self._scheduler, self.find(request)
-        if self._others_wait() or scheduler.chunked_req is not None or target is None:
+        scheduler, target = self._scheduler, self._in_turn(request)
+        if target is None:
             return False
         needed = target.tokens + SPARE * int(scheduler.page_size)
         return needed <= int(scheduler.token_to_kv_pool_allocator.available_size())
+
+    def _in_turn(self, request: str) -> Running | None:
+        """The target, where nobody else waits or is between two chunks."""
+        busy = self._others_wait() or self._scheduler.chunked_req is not None
+        return None if busy else self.find(request)
 
     def begin(self, name: str, request: str, tokens: int) -> str | None:
         """See `InternalRequests`."""
@@ -289,7 +292,7 @@ class SchedulerRecompute(InternalRequests):
         """Ends the present internal request. Returns whether the scheduler is done with the request, or serves others
         beside."""
         internal, scheduler = self._internal, self._scheduler
-        with self._sheltered():
+        with self._recomputes.sheltered():
             if internal is not None and not self._users():
                 self._drop()
                 self._recomputes.give_way()
@@ -300,13 +303,13 @@ class SchedulerRecompute(InternalRequests):
         """Begins to remember the prefixes in the scheduler's cache, or tells the reason for not doing so."""
         self._forget()
         self._cache = cache = scheduler.tree_cache
-        with self._sheltered():
+        with self._recomputes.sheltered():
             refusal = self._refusal() or caches.lookup_refusal(cache)
             if refusal is not None:
                 self.parked = refusal
                 return
             tokens = int(scheduler.token_to_kv_pool_allocator.size)
-            self._prefixes = RadixPrefixes(cache, tokens, self._why_not, _touches, self._sheltered)
+            self._prefixes = RadixPrefixes(cache, tokens, self._why_not, _touches, self._recomputes.sheltered)
             self.parked = self._prefixes.known
 
     def _forget(self) -> None:
@@ -341,21 +344,13 @@ class SchedulerRecompute(InternalRequests):
             self._recomputes.stop(reason)
             self._canary.tell(recompute_off(reason))
 
-    @contextlib.contextmanager
-    def _sheltered(self) -> Iterator[None]:
-        """After an exception of ours nothing is computed again any more; none reaches the scheduler."""
-        try:
-            yield
-        except Exception as error:
-            reason = f"requests are not computed again: {type(error).__name__}: {error}"
-            self._recomputes.stop(reason)
-            emit(Event("hooks_left_out", "error", {"reason": reason}))
-            self._active = False
-            self._remembers, self.parked = False, reason
-            self._forget()
-            self.pairs.close()
-            if self._scheduler is not None:
-                self._leave_queue()
+    def failed(self) -> None:
+        """See `InternalRequests`."""
+        self._active = self._remembers = False
+        self._forget()
+        self.pairs.close()
+        if self._scheduler is not None:
+            self._leave_queue()
 
 
 class _Touches(TouchedRequests):

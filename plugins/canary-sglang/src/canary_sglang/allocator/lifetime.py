@@ -166,21 +166,21 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
     """Hooks for SGLang's functions that change an allocator's list, and for those that show the request. ``session``:
     returns the session of the followed allocator, None if there is none. Imports SGLang."""
 
-    def changing(name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
+    def lifetime(off: bool = False) -> Lifetime | None:
+        """``off``: also once Canary is off."""
         guarded = session()
-        if guarded is None or guarded.lifetime is None:
-            return original(allocator, *args, **kwargs)
-        return guarded.lifetime.call(name, original, allocator, *args, **kwargs)
+        return guarded.lifetime if guarded is not None and (off or guarded.canary.enabled) else None
+
+    def changing(name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
+        followed = lifetime(off=True)
+        call = original if followed is None else partial(followed.call, name, original)
+        return call(allocator, *args, **kwargs)
 
     def parking(change: CacheChange, original: Callable[..., Any], cache: Any, *args: Any, **kwargs: Any) -> Any:
-        guarded = session()
-        if guarded is None or guarded.lifetime is None:
+        followed = lifetime(off=True)
+        if followed is None:
             return original(cache, *args, **kwargs)
-        return guarded.lifetime.cache_called(change, original, cache, args, kwargs)
-
-    def lifetime() -> Lifetime | None:
-        guarded = session()
-        return guarded.lifetime if guarded is not None and guarded.canary.enabled else None
+        return followed.cache_called(change, original, cache, args, kwargs)
 
     def preparing(decode: bool, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         followed, prepare = lifetime(), partial(original, batch, *args, **kwargs)

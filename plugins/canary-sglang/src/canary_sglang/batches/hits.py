@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from canary_core import Canary, Event
+from canary_adapters import hits_unchecked
+from canary_core import Canary
 from canary_sglang.compat import runners, schedulers
 
 
@@ -21,15 +22,11 @@ class PrefixHits:
         self._entries = runner.req_to_token_pool.req_to_token
         self._regions = regions
         self._rows: list[tuple[int, int]] = []
-        reason = None
-        if canary.config.bytes == "off":
-            reason = "CANARY_BYTES=off: no bytes are known"
-        elif runners.lmcache(runner):
-            reason = "copies of LMCache are loaded layer by layer while the forward runs"
-        wanted = canary.config.hit_check and bool(regions)
-        self._on = wanted and reason is None
-        if wanted and reason is not None:
-            canary.tell(Event("hits_unchecked", "error", {"reason": reason}))
+        loads = "copies of LMCache are loaded layer by layer while the forward runs"
+        untold = hits_unchecked(canary.config, loads if runners.lmcache(runner) else None) if regions else None
+        self._on = canary.config.hit_check and bool(regions) and untold is None
+        if untold is not None:
+            canary.tell(untold)
 
     def notice(self, batch: Any) -> None:
         """Takes the `ScheduleBatch` of the next forward."""

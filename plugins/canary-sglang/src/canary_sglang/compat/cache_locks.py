@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from canary_sglang.compat import targets
+from canary_sglang.compat import caches, targets
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -274,5 +274,4 @@ def _unified_refusal(cache: Any) -> str | None:
         if getattr(cache, name, None):
             return f"a UnifiedRadixCache with {name}, which holds slots in other ways"
     needed = ("full_evictable_size", "is_root", "get_component_device_value", "validate_buffer_backup")
-    missing = [name for name in needed if not hasattr(core, name)]
-    return f"the UnifiedRadixCache of this release has no {', '.join(missing)}" if missing else None
+    return caches.missing_in(core, needed)

@@ -1,6 +1,6 @@
 """Prefix caches: slots, and eviction. `prefix_cache/tree.py` has the nodes, `cache_locks.py` the locks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,11 @@ def lookup_refusal(cache: Any) -> str | None:
     if getattr(core, "is_eagle", False) or getattr(cache, "linker", None) is not None:
         return "the prefix cache has keys of bigrams, or a tier of its own"
     needed = ("match_full_device_prefix", "collect_full_device_indices", "root_node_handle")
+    return missing_in(core, needed)
+
+
+def missing_in(core: Any, needed: Sequence[str]) -> str | None:
+    """Why the core of a `UnifiedRadixCache` can't be used, None for one with all ``needed`` attributes."""
     missing = [name for name in needed if not hasattr(core, name)]
     return f"the UnifiedRadixCache of this release has no {', '.join(missing)}" if missing else None
 

@@ -98,8 +98,7 @@ class ContinuousRecomputer(Recomputer):
     ) -> Mapping[str, Computed]:
         """With the weights, and the active adapter, of now."""
         model = self._given_model()
-        if self._ranks > 1:
-            raise CanaryError("the model runs on ranks of tensor parallelism, which would have to recompute together")
+        second_forward.require_one_rank(self._ranks)
         backend = str(getattr(model.config.get_text_config(), "_attn_implementation", None))
         if backend.startswith("paged|"):
             raise CanaryError(f"attention {backend!r} makes no causal mask without the engine's cache; use sdpa")

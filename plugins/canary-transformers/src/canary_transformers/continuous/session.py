@@ -13,7 +13,7 @@ import pluggy
 import torch
 from torch import Tensor
 
-from canary_adapters import OnStream, WatchedWeights, upload
+from canary_adapters import OnStream, WatchedWeights, hits_unchecked, upload
 from canary_core import BatchView, Canary, CanaryConfig, Event, Overlap, Patches, ViolationError, Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
@@ -286,15 +286,11 @@ class Session:
 
     def _follows_hits(self, cache: Any) -> bool:
         """Whether bytes of prefix hits can be compared, where they are to be."""
-        config = self.canary.config
-        reason = None
-        if config.bytes == "off":
-            reason = "CANARY_BYTES=off: no bytes are known"
-        elif not hasattr(cache, "cache_allocators"):
-            reason = "this Transformers does not tell which blocks are shared; install 5.18 or later"
-        if config.hit_check and reason is not None:
-            self.canary.tell(Event("hits_unchecked", "error", {"reason": reason}))
-        return config.hit_check and reason is None
+        silent = "this Transformers does not tell which blocks are shared; install 5.18 or later"
+        untold = hits_unchecked(self.canary.config, None if hasattr(cache, "cache_allocators") else silent)
+        if untold is not None:
+            self.canary.tell(untold)
+        return self.canary.config.hit_check and untold is None
 
     def _protect(self, processor: Any) -> None:
         """Acts on findings, as set by ``CANARY_ON_VIOLATION``. In raise mode the engine stops instead."""

@@ -11,7 +11,7 @@ import pluggy
 import torch
 from torch import Tensor
 
-from canary_core import Canary, CanaryConfig, Event, Level, Verdict, ViolationError, Witness, Writers, emit, hookimpl
+from canary_core import Canary, CanaryConfig, Event, Level, ViolationError, Witness, Writers, emit
 from canary_transformers.errors import WithheldError
 from canary_transformers.filters import MovedBytesFilter
 from canary_transformers.generate import caches
@@ -21,6 +21,7 @@ from canary_transformers.generate.given import Given
 from canary_transformers.generate.groups import disagreeing, groups_of
 from canary_transformers.generate.records import CacheRecords
 from canary_transformers.generate.steady import Steady
+from canary_transformers.generate.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from canary_transformers.generate.verifier import CacheVerifier
@@ -119,7 +120,7 @@ class GuardedCache:
                 records.check(forward, held)
             if records is None:
                 self._attach(cache, forward)
-            elif records.checked is not None and not self._record_steady(cache, records, forward):
+            elif records.checked is not None and not (self._steady and self._steady.record(cache, records, forward)):
                 self._record(cache, records, forward)
             if self._records is not None:
                 self.thread = threading.current_thread()
@@ -241,10 +242,8 @@ class GuardedCache:
     def _check_steady(self, cache: Any, forward: ModelCall) -> bool:
         """`before` without a change since the last forward; returns whether the case applies."""
         records, steady = self._records, self._steady
-        if records is None or steady is None or steady.end != records.end or forward.rows != records.rows:
-            return False
-        held = {group.name: group.held + forward.new for group in records.groups}
-        if not records.have_room(held) or not steady.kept(cache, steady.end):
+        held = None if records is None or steady is None else steady.held_after(cache, records, forward)
+        if records is None or steady is None or held is None:
             return False
         if not steady.growing and records.issues_first():
             self._held = held
@@ -253,25 +252,6 @@ class GuardedCache:
             return False
         records.check(forward, held)
         steady.let_go()
-        return True
-
-    def _record_steady(self, cache: Any, records: CacheRecords, forward: ModelCall) -> bool:
-        """`after` for an ordinary forward: all layers hold its tokens, and nothing else is new. Returns whether the
-        case applies; if not, nothing was recorded."""
-        steady = self._steady
-        if steady is None or not forward.new:
-            return False
-        end = records.end + forward.new
-        if steady.growing:
-            moved = steady.moved(cache, end)
-            if moved is None or not records.rebind_alike(moved):
-                return False
-            steady.follow(moved, end, places=records.compares_reads)
-        elif steady.kept(cache, end) and steady.in_place():
-            steady.end = end
-        else:
-            return False
-        records.record(None, forward)
         return True
 
     def _live(self) -> CacheRecords | None:
@@ -427,23 +407,6 @@ class GuardedCache:
             raise error
         else:
             self._tell("disabled", "error", {"where": where, "error": repr(error)})
-
-
-class Verdicts:
-    """Keeps the first verdict until it is taken."""
-
-    def __init__(self) -> None:
-        self._first: Verdict | None = None
-
-    @hookimpl
-    def canary_verdict(self, verdict: Verdict) -> None:
-        """Comes at the end of the forward of the finding, on a CPU."""
-        self._first = self._first or verdict
-
-    def take(self) -> WithheldError | None:
-        """The error for the kept verdict, if there is one; then none is kept."""
-        verdict, self._first = self._first, None
-        return None if verdict is None else WithheldError.of(verdict.finding)
 
 
 def _nothing() -> None:

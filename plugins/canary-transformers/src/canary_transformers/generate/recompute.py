@@ -194,8 +194,7 @@ class CacheRecomputer(Recomputer):
     def _require_fit(self, layers: Sequence[Any]) -> None:
         """Raises `CanaryError` with the reason for which the model can't compute rows of a cache with these layers."""
         model = self._given_model()
-        if self._ranks > 1:
-            raise CanaryError("the model runs on ranks of tensor parallelism, which would have to recompute together")
+        second_forward.require_one_rank(self._ranks)
         if model.training:
             raise CanaryError("the model is in training mode")
         if getattr(model, "peft_config", None) is not None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from canary_transformers.generate import caches
 from canary_transformers.generate.caches import LayerView
+from canary_transformers.generate.forward import ModelCall
+from canary_transformers.generate.records import CacheRecords
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,32 @@ class Steady:
         counted = not growing and all(isinstance(n, Tensor) and n.device.type == "cpu" for n in counts)
         return cls(listed, layers, tensors, _shapes(tensors), _places(tensors), growing, counted, end)
 
+    def held_after(self, cache: Any, records: CacheRecords, forward: ModelCall) -> dict[str, int] | None:
+        """How many tokens of a row each group will hold after ``forward``; None where the cache, or the forward's rows,
+        are not those of the last forward, or the groups have no room."""
+        if self.end != records.end or forward.rows != records.rows:
+            return None
+        held = {group.name: group.held + forward.new for group in records.groups}
+        return held if records.have_room(held) and self.kept(cache, self.end) else None
+
+    def record(self, cache: Any, records: CacheRecords, forward: ModelCall) -> bool:
+        """Records an ordinary forward: all layers hold its tokens, and nothing else is new. Returns whether the case
+        applies; if not, nothing was recorded."""
+        if not forward.new:
+            return False
+        end = records.end + forward.new
+        if self.growing:
+            moved = self._moved(cache, end)
+            if moved is None or not records.rebind_alike(moved):
+                return False
+            self._follow(moved, end, places=records.compares_reads)
+        elif self.kept(cache, end) and self.in_place():
+            self.end = end
+        else:
+            return False
+        records.record(None, forward)
+        return True
+
     def kept(self, cache: Any, end: int) -> bool:
         """Whether the layers have the same tensors as after the last forward, with ``end`` tokens, as far as the host
         can know."""
@@ -61,14 +89,14 @@ class Steady:
         asked before any read."""
         return _shapes(self.tensors) == self.shapes and _places(self.tensors) == self.places
 
-    def follow(self, tensors: list[Tensor], end: int, places: bool) -> None:
+    def _follow(self, tensors: list[Tensor], end: int, places: bool) -> None:
         """The layers have made ``tensors`` with ``end`` tokens; `SlotEvents.rebind_alike` has found all K alike, and
         all V. ``places``: whether `in_place` will be asked."""
         self.tensors, self.end = tensors, end
         self.shapes = _shapes(tensors[:2]) * len(self.layers)
         self.places = _places(tensors) if places else []
 
-    def moved(self, cache: Any, end: int) -> list[Tensor] | None:
+    def _moved(self, cache: Any, end: int) -> list[Tensor] | None:
         """The tensors of growing layers, if the first holds ``end`` tokens; the others' likeness is left to
         `SlotEvents.rebind_alike`."""
         if not self._known(cache):

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections import Counter as Tally
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
@@ -15,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import pluggy
 import torch
 
-from canary_core import CanaryConfig, CanaryError, Verification
+from canary_core import CanaryConfig, CanaryError, Questions, Verification
 from canary_transformers.generate.guarded_cache import GuardedCache
 from canary_transformers.generate.hooks import GENERATE
 from canary_transformers.generate.recompute import CacheRecomputer
@@ -69,19 +68,15 @@ class CacheVerifier:
         self._cache = ref(cache)
         self._verifier = verifier
         self._waiting = waiting
-        self._asked: deque[tuple[str | None, Future[list[Verification]]]] = deque()
-        self._over = False
+        self.questions = Questions()
 
     def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
         """See `Verifier.ask` of the core. Answered before the next forward of the cache's thread, or after its
         `generate()`."""
         if parked:
             return self._verifier.recompute.ask(request, parked=True)
-        asked: Future[list[Verification]] = Future()
-        self._asked.append((request, asked))
+        asked = self.questions.put(request)
         self._waiting()
-        if self._over:
-            self.close()
         return asked
 
     def now(self, request: str | None = None) -> list[Verification]:
@@ -93,24 +88,9 @@ class CacheVerifier:
             return [Verification(request, 0, "unjudged", f"it is no row of the cache {cache.name!r}")]
         return self._verifier.now(self._verifier.recomputer.rows(cache) if request is None else [request])
 
-    def serve(self) -> None:
-        """Answers all asks; never raises."""
-        while self._asked:
-            request, asked = self._asked.popleft()
-            if not asked.set_running_or_notify_cancel():
-                continue
-            try:
-                asked.set_result(self.now(request))
-            except Exception as error:
-                asked.set_exception(CanaryError(f"the recompute failed: {type(error).__name__}: {error}"))
-
     def close(self) -> None:
         """Nothing is answered any more."""
-        self._over = True
-        while self._asked:
-            _, asked = self._asked.popleft()
-            if asked.set_running_or_notify_cancel():
-                asked.set_exception(CanaryError(GONE))
+        self.questions.close(GONE)
 
 
 class Verifiers:
@@ -141,8 +121,8 @@ class Verifiers:
             self._waits = False
             for cache, verifier in self._verified():
                 if _mine(cache):
-                    verifier.serve()
-                elif verifier._asked:
+                    verifier.questions.serve(verifier.now)
+                elif verifier.questions:
                     self._waits = True
         if self._config.recompute:
             for one in list(self._models.values()):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import AnswerLists, BlockEvent, BlockLoad, BlockMessage, BlockSort, add_event
+from canary_adapters import AnswerLists, BlockEvent, BlockLoad, BlockMessage, BlockSort, add_event, error_text
 from canary_core import Event, Patches, emit
 from canary_vllm.allocator import messages
 from canary_vllm.batches.contents import loaded
@@ -95,7 +95,7 @@ class BlockRecorder:
             yield self._answers
         except Exception as error:
             self._answers = None
-            reason = f"tokens that the scheduler appends are not compared: {type(error).__name__}: {error}"
+            reason = f"tokens that the scheduler appends are not compared: {error_text(error)}"
             emit(Event("hooks_left_out", "error", {"reason": reason}))
 
     def _freed(self, _: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -203,6 +203,6 @@ class BlockRecorder:
         try:
             yield
         except Exception as error:
-            reason = f"{where}: {type(error).__name__}: {error}"
+            reason = f"{where}: {error_text(error)}"
             self._message.broken = reason
             emit(Event("lifetime_off", "error", {"reason": reason, "regions": []}))

@@ -14,6 +14,7 @@ from canary_adapters import (
     Part,
     ProbedLayouts,
     RegionPool,
+    error_text,
     layer_numbers,
     probe_layout,
     row_source,
@@ -163,7 +164,7 @@ class VLLMPool(PoolAdapter):
             except AttachError as error:
                 self._leave_out([name], f"its layout is not known: {error}")
             except Exception as error:
-                self._leave_out([name], f"probing its layout failed: {type(error).__name__}: {error}")
+                self._leave_out([name], f"probing its layout failed: {error_text(error)}")
 
     def _sources_of(self, layer: Any, cache: Tensor, pages: int, page: int, number: int) -> Iterator[KVSource]:
         store = layers.Store.of(layer)
