@@ -21,7 +21,7 @@ from torch import Tensor
 from canary_core import Canary, CanaryConfig, Event, Region, Violation, Writers, emit, hookimpl
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.suspect import Suspect
-from canary_sglang.compat import allocators, caches, schedulers
+from canary_sglang.compat import allocators, caches, disaggregated, schedulers
 from canary_sglang.pools import compressor_state, mamba
 
 AGREE_EVERY = 8
@@ -37,7 +37,10 @@ SELDOM = 64
 
 class Quarantine:
     """A plugin of the core that acts on the findings of this process's Canaries. ``canaries``: returns the present
-    ones. ``together``: whether all ranks do so; asked once, before the first collective, where there are several."""
+    ones. ``together``: whether all ranks do so; asked once, before the first collective, where there are several.
+    ``withholds``: see `deciding_group`."""
+
+    withholds = False
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class Quarantine:
 
     def _meet(self, scheduler: Any) -> Ranks:
         self._rank = self._rank or next((canary.config.rank for canary in self._canaries()), 0)
-        group, reason = schedulers.deciding_group(scheduler)
+        group, reason = schedulers.deciding_group(scheduler, self.withholds)
         ranks = Ranks(group)
         if reason is None and ranks.size > 1 and not self._together():
             reason = "not all ranks act on findings (CANARY_ON_VIOLATION is another one there, or they are unguarded)"
@@ -240,7 +243,7 @@ class _State:
 
 def message(suspect: Suspect) -> str:
     """The error of a request ended for ``suspect``."""
-    return f"the KV cache of this request is corrupted ({suspect.kind}); try again"
+    return f"{disaggregated.CORRUPTED} ({suspect.kind}); try again"
 
 
 def about(suspect: Suspect) -> dict[str, object]:

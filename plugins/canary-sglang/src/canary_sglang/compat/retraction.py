@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from canary_sglang.compat import schedulers
+from canary_sglang.compat import disaggregated, schedulers
 
 
 def retract(scheduler: Any, request: Any) -> None:
@@ -27,7 +27,10 @@ def may_be_retracted(request: Any) -> bool:
 
 def may_go_on(scheduler: Any, request: Any) -> bool:
     """Whether a retracted request may be queued again with the tokens given out so far: not one
-    ended by the client, nor one with a grammar, nor one with embeddings as a prompt, begun anew by SGLang."""
+    ended by the client, nor one with a grammar, nor one with embeddings as a prompt, begun anew by SGLang. A PD
+    engine has no KV to begin with, or has been asked for a single token."""
+    if disaggregated.side(scheduler) != "null":
+        return False
     if request.to_finish is not None or getattr(scheduler, "_pending_chunked_abort_req", None) is request:
         return False
     return getattr(request, "grammar", None) is None and not (schedulers.embedded(request) and request.output_ids)
