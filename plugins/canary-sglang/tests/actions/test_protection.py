@@ -64,8 +64,8 @@ def test_no_wrong_answer_from_host_memory_that_changed(launch, loop, core):
     are loaded, and not computed again."""
     settings = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": core, "CANARY_ON_VIOLATION": "protect", **QUIET}
     engine = launch({"options": OPTIONS[loop]}, **settings)
-    for host in (True, False):
-        served = engine.serve_parked(count=20, host=host)
+    for where in ("host", "device"):
+        served = engine.serve_parked(count=20, where=where)
         flipped = served["flipped"]
         assert flipped > 3
         assert part(served, "right", "recomputed", "retracted", "quarantined") == FINE | {

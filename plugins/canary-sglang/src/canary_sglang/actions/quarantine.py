@@ -49,6 +49,7 @@ class Quarantine:
         together: Callable[[], bool] = lambda: True,
     ) -> None:
         self._evicts = config.on_violation in ("quarantine", "protect")
+        self._judged = config.ledger_private if self.withholds and config.ledger else ()
         self._rank = config.rank
         self._canaries = canaries
         self._together = together
@@ -120,7 +121,7 @@ class Quarantine:
         if reason is not None:
             self._off = True
             self._tell("quarantine_failed", {"reason": reason}, "warning")
-        elif self._evicts and (reason := caches.giving_up_refusal(scheduler)) is not None:
+        elif self._evicts and (reason := caches.giving_up_refusal(scheduler, self._judged)) is not None:
             self._evicts = False
             reason = f"{reason}; requests are aborted, nothing is evicted"
             self._tell("quarantine_failed", {"reason": reason}, "warning")

@@ -37,8 +37,16 @@ def may_go_on(scheduler: Any, request: Any) -> bool:
 
 
 def queue(scheduler: Any, request: Any) -> None:
-    """Queues a retracted request again, as SGLang does. A full queue ends the request with an error of its own."""
-    scheduler._add_request_to_queue(request, is_retracted=True)
+    """Queues a retracted request again, as SGLang does, but asks no storage back end for the prompt: the same may come
+    again. A full queue ends the request with an error of its own."""
+    usual = getattr(scheduler, "enable_hicache_storage", False)
+    if usual:
+        scheduler.enable_hicache_storage = False
+    try:
+        scheduler._add_request_to_queue(request, is_retracted=True)
+    finally:
+        if usual:
+            scheduler.enable_hicache_storage = usual
 
 
 def end(scheduler: Any, request: Any, message: str) -> None:
