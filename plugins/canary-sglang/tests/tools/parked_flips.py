@@ -61,11 +61,11 @@ def serve_parked(
 ) -> dict[str, Any]:
     """Through SGLang's own event loop: ``count`` requests, ``together`` at a time, for a few prompts whose KV is
     parked; before each a random bit of a random layer and half flips in a random slot that it will hit, in SGLang's own
-    tensors. ``where`` is ``host``: a bit flips in every slot of HiCache's host memory in the place of that, if the request
-    will be loaded something from there; ``files``: in every file of its storage back end, before the request comes.
-    Counts the answers: ``right`` as the ones before any flip, ``wrong``, or an
-    ``error``, which must be told to the client with status 503 and no content; ``kept``: what an erring request had
-    given out, if not the beginning of the right answer. ``more``: fields of SGLang's message."""
+    tensors. ``where`` is ``host``: a bit flips in every slot of HiCache's host memory in the place of that, if the
+    request will be loaded something from there; ``files``: in every file of its storage back end, before the request
+    comes. Counts the answers: ``right`` as the ones before any flip, ``wrong``, or an ``error``, which must be told to
+    the client with status 503 and no content; ``kept``: what an erring request had given out, if not the beginning of
+    the right answer. ``more``: fields of SGLang's message."""
     draw = random.Random(f"parked {seed}")
     prompts = [[draw.randrange(3, 250) for _ in range(LENGTH)] for _ in range(6)]
     _answers(engine, [[prompt] for prompt in prompts])

@@ -1,10 +1,10 @@
 """Bits that flip in the KV of a prefill and a decode engine (PD disaggregation), and what the decode engine answers.
 
-python -m tools.pd_flips COUNT [MODE ...] [sent] [arrived] [parked] [decoding] [clean] [plain] [tp2] [kill], in the folder
-of the tests: a line of JSON for each mode of ``CANARY_ON_VIOLATION`` and each case, with the overlap scheduler unless ``plain``. ``sent``: a
+python -m tools.pd_flips COUNT [MODE ...] [CASE ...] [plain] [tp2] [kill], in the folder of the tests: a line of JSON
+for each mode of ``CANARY_ON_VIOLATION`` and each case, with the overlap scheduler unless ``plain``. Cases: ``sent``: a
 bit of the prefill engine's slots, after their forward and before they are sent. ``arrived``: of the decode engine's,
-when all has come. ``parked``: of what the prefill engine's prefix cache has. ``decoding``: of what running requests read in the decode engine. ``kill``: the
-prefill engine ends at last, while requests wait.
+when all has come. ``parked``: of what the prefill engine's prefix cache has. ``decoding``: of what running requests
+read in the decode engine. ``clean``: none. With ``kill``, the prefill engine ends at last, while requests wait.
 
 Engines, schedulers, bootstrap and transfer manager are SGLang's own; `cpu/nixl` stands in for NIXL. What flips the bits
 is a plugin of SGLang's that knows nothing of Canary.
@@ -28,8 +28,6 @@ import torch
 from engines import TESTS, python_path
 from engines.models import write_model
 from engines.user_script import on_cpu
-
-
 
 FOLDER, SIDE = Path(os.environ.get("PD_FOLDER", ".")), os.environ.get("PD_SIDE", "")
 SIDES = ("prefill", "decode")
@@ -253,7 +251,7 @@ async def _generate(engine: Any, jobs: list[dict[str, Any]]) -> list[dict[str, A
         sampling, tokens = dict(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True), []
         try:
             async for part in await engine.async_generate(sampling_params=sampling, stream=True, **job):
-                tokens = part["output_ids"] if "output_ids" in part else tokens
+                tokens = part.get("output_ids", tokens)
                 reason = part["meta_info"]["finish_reason"]
         except Exception as error:
             return {"tokens": tokens, "status": getattr(error, "status_code", None), "error": str(error)}

@@ -67,7 +67,7 @@ class Protection(Quarantine):
     @hookimpl
     def canary_verdict(self, verdict: Verdict) -> None:
         """Keeps the verdict until the scheduler goes on."""
-        suspect = LOST if verdict.finding is None else Suspect.of(verdict.finding)
+        suspect = LOST if verdict.finding is None else Suspect.of(verdict.finding, at_once=True)
         if suspect == LOST or (suspect is not None and self._canary(suspect.region) is not None):
             self._cases.append(Case(suspect, verdict.stands))
 
@@ -83,12 +83,11 @@ class Protection(Quarantine):
         if self._protects is None:
             reason = self._refusal(scheduler)
             self._protects = not self._off and reason is None
-            if reason is not None and not self._off and disaggregated.side(scheduler) != "null":
-                self._off = True
-                self._tell("quarantine_failed", {"reason": f"{reason}; nothing is done with PD disaggregation"}, "warning")
-            elif reason is not None and not self._off:
-                reason = f"{reason}; CANARY_ON_VIOLATION=protect does what quarantine does here"
-                self._tell("quarantine_failed", {"reason": reason}, "warning")
+            if reason is not None and not self._off:
+                instead = "CANARY_ON_VIOLATION=protect does what quarantine does here"
+                if disaggregated.side(scheduler) != "null":
+                    self._off, instead = True, "nothing is aborted or evicted with PD disaggregation then"
+                self._tell("quarantine_failed", {"reason": f"{reason}; {instead}"}, "warning")
         return ranks
 
     def issued(self) -> None:
@@ -234,7 +233,8 @@ class Protection(Quarantine):
             cached = caches.cached_slots(scheduler.tree_cache)
             if cached is not None and must_go(cached).any():
                 # A request that could not be retracted has it.
-                self._cases += [Case(replace(suspect, requests=()), False) for suspect in suspects if suspect.spoiled]
+                again = [suspect for suspect in suspects if suspect.spoiled and suspect.written >= 0]
+                self._cases += [Case(replace(suspect, requests=()), False) for suspect in again]
 
     def _evict_nodes(self, scheduler: Any, suspect: Suspect, must_go: caches.SlotTest) -> None:
         evicted = caches.evict_nodes(scheduler.tree_cache, must_go)

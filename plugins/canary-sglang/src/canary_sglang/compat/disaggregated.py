@@ -22,8 +22,9 @@ def fail(scheduler: Any, request: Any, reason: Any) -> bool:
     failed: nothing more is sent, and the decode engine is told why. False if the request ends already."""
     if request.finished() or request.to_finish is not None:
         return False
-    # The next chunk of a prompt goes on from the ones before in the cache.
-    request.skip_radix_cache_insert = request is not scheduler.chunked_req
+    if request is not scheduler.chunked_req:
+        # The next chunk of a prompt goes on from the ones before in the cache.
+        request.skip_radix_cache_insert = True
     sent = any(one is request for one in in_transfer(scheduler))
     if sent:
         # The scheduler finds that the transfer has failed, and keeps this reason.
