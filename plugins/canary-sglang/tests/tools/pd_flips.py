@@ -37,7 +37,7 @@ BITS = (29, 30)
 """The highest of the exponent of a 32-bit float: only a few tokens are computed from each."""
 
 LENGTH, PROMPTS = 40, 6
-PATIENCE_S = 240
+PATIENCE_S = 500
 
 
 def install() -> None:
@@ -113,11 +113,12 @@ class Engine:
             "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
         }  # fmt: skip
         self.log = folder / f"{side}.log"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tools.pd_flips", "--engine", json.dumps(options)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True,
-            env={**inherited, **own, **settings}, start_new_session=True,
-        )  # fmt: skip
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tools.pd_flips", "--engine", json.dumps(options)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env={**inherited, **own, **settings}, start_new_session=True,
+            )  # fmt: skip
 
     def ask(self, job: list[dict[str, Any]]) -> None:
         """Sends requests."""
@@ -144,6 +145,8 @@ class Engine:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
+        self._process.stdin.close()
+        self._process.stdout.close()
 
 
 class Pair:
