@@ -77,6 +77,8 @@ class Hooks:
             _tell_left_out(["update_weights"], "warning", "this release loads weights in another way")
         if config.unready_file:
             REGISTRAR.register(dict.fromkeys(targets.existing([targets.READY]), (self._ready, "AROUND")))
+        if config.on_violation == "protect":
+            REGISTRAR.register(dict.fromkeys(targets.existing(targets.PD_TURNS), (self._turn, "BEFORE")))
         self._config = config
         missing = [name for name in targets.EXPECTED if name not in hooked]
         if missing:

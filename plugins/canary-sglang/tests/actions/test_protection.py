@@ -2,7 +2,8 @@
 with its own event loops. Bits flip from outside, in SGLang's own tensors."""
 
 import pytest
-from tools.parked_flips import OPTIONS, QUIET
+from engines.setups import TRITON
+from tools.parked_flips import OPTIONS, PRIVATE, QUIET
 
 pytestmark = pytest.mark.timeout(600)
 LOOPS = pytest.mark.parametrize("loop", ["plain", "overlap"])
@@ -64,8 +65,8 @@ def test_no_wrong_answer_from_host_memory_that_changed(launch, loop, core):
     are loaded, and not computed again."""
     settings = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": core, "CANARY_ON_VIOLATION": "protect", **QUIET}
     engine = launch({"options": OPTIONS[loop]}, **settings)
-    for host in (True, False):
-        served = engine.serve_parked(count=20, host=host)
+    for where in ("host", "device"):
+        served = engine.serve_parked(count=20, where=where)
         flipped = served["flipped"]
         assert flipped > 3
         assert part(served, "right", "recomputed", "retracted", "quarantined") == FINE | {
@@ -77,6 +78,36 @@ def test_no_wrong_answer_from_host_memory_that_changed(launch, loop, core):
         "right": 30, "recomputed": 0, "aborted": 0, "retracted": 0,
     }  # fmt: skip
     assert engine.arrivals()["loaded_slots"] > loaded
+
+
+@pytest.mark.beyond_ci("host memory that changed, and what test_storage finds in files")
+def test_no_wrong_answer_from_files_that_changed(launch, tmp_path):
+    """Bits flip in every file of HiCache's storage back end before each request, where nobody else stores. What comes
+    wrong is a miss: it is computed again, once, and not asked for again. Clean requests are compared and left alone."""
+    store = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+    fields = {"options": OPTIONS["overlap files"], "environment": {**TRITON, "CANARY_BACKEND": "torch", **store}}
+    engine = launch(fields, CANARY_ON_VIOLATION="protect", **QUIET, **PRIVATE)
+    clean = engine.serve_parked(count=20, flips=False)
+    assert part(clean, "right", "recomputed", "aborted") == FINE | {"right": 20, "recomputed": 0, "aborted": 0}
+    assert clean["ledger_matched"] > 50
+    served = engine.serve_parked(count=20, where="files")
+    again = served["recomputed"]
+    assert again > 1
+    assert part(served, "right", "error", "retracted", "quarantined") == FINE | {
+        "right": 20, "error": 0, "retracted": again, "quarantined": again,
+    }  # fmt: skip
+
+
+@pytest.mark.beyond_ci("an event for other engines whose tokens can't be withheld")
+def test_files_that_others_store_are_not_relied_upon(launch, tmp_path):
+    """Without ``CANARY_LEDGER_PRIVATE`` a difference proves nothing: there protect does what quarantine does."""
+    store = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+    fields = {"options": OPTIONS["files"], "environment": {**TRITON, "CANARY_BACKEND": "torch", **store}}
+    engine = launch(fields, CANARY_ON_VIOLATION="protect", **QUIET)
+    engine.serve(prompts=[list(range(3, 40))], new_tokens=2)
+    told = [event["reason"] for event in engine.events() if event["name"] == "quarantine_failed"]
+    assert [why for why in told if "storage back end may come back" in why]
+    assert [why for why in told if why.endswith("what quarantine does here")]
 
 
 PRESSURE = {"max_total_tokens": 160, "chunked_prefill_size": 32, "schedule_conservativeness": 0.1}

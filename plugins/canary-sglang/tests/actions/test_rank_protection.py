@@ -23,6 +23,18 @@ def test_no_wrong_answer_from_what_changed_in_one_ranks_cache(tmp_path, loop):
     }  # fmt: skip
 
 
+@pytest.mark.beyond_ci("one rank's prefix cache, and host memory of a single rank")
+def test_no_wrong_answer_from_what_changed_in_one_ranks_host_memory(tmp_path):
+    """HiCache: what rank 1 is loaded wrong is a miss on both, which give up the same nodes."""
+    served = serve_flipped(tmp_path / "flipped", 20, "host", host=True, **HITS)
+    flipped = served["flipped"]
+    assert flipped > 2
+    assert served == FINE | {
+        "asked": 20, "flipped": flipped, "right": 20, "error": 0, "recomputed": [flipped, flipped], "aborted": BOTH,
+        "quarantined": [flipped, flipped],
+    }  # fmt: skip
+
+
 @pytest.mark.beyond_ci("one rank's running requests, and the agreement of two with parked KV")
 def test_running_requests_of_one_rank_are_right_or_end_alike(tmp_path):
     """Every read is compared, and bits flip in what four requests are decoded from."""

@@ -1,20 +1,22 @@
 """Bits that flip in KV parked in the prefix cache, and what is answered from it.
 
-python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [clean], in this folder: a line of JSON for each
-mode. With ``host``, HiCache, whose copies in host memory flip.
+python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [files] [clean], in this folder: a line of JSON for
+each mode. With ``host``, HiCache, whose copies in host memory flip; with ``files``, those in its storage back end.
 """
 
 import contextlib
 import json
+import os
 import random
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from engines.setups import HICACHE
+from engines.setups import HICACHE, TRITON
 
 from tools.storms import Served, loop
 
@@ -22,11 +24,25 @@ LENGTH, NEW_TOKENS = 40, 6
 BITS = (23, 28, 29, 30)
 """Of the exponent of a 32-bit float: a flip of a lower bit seldom changes a tiny model's answer."""
 
+FILES: dict[str, Any] = {
+    **HICACHE,
+    # The host pool is smaller than what is served, too.
+    "hicache_ratio": 1.5,
+    "page_size": 4,
+    "served_model_name": "tiny",
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_storage_backend_extra_config": '{"prefetch_threshold": 4}',
+}
+PRIVATE = {"CANARY_LEDGER_PRIVATE": "HiCacheFile"}
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"dtype": "float32"},
     "overlap": {"dtype": "float32", "disable_overlap_schedule": False},
     "host": {"dtype": "float32", **HICACHE},
     "overlap host": {"dtype": "float32", "disable_overlap_schedule": False, **HICACHE},
+    "files": {"dtype": "float32", **FILES},
+    "overlap files": {"dtype": "float32", "disable_overlap_schedule": False, **FILES},
     "gpu": {"device": "cuda", "model": "gpu_llama"},
     "gpu overlap": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False},
 }
@@ -36,18 +52,20 @@ QUIET = {"CANARY_READ_CHECK": "0", "CANARY_SCRUB_BUDGET": "0", "CANARY_INCIDENT_
 """Settings under which only hits are compared."""
 
 PATIENCE = 2000
-"""Turns of the loop for one request, at most."""
+PATIENCE_S = 60
+"""Turns of the loop, and seconds, for one request, at most."""
 
 
 def serve_parked(
-    engine: Any, count: int, seed: int = 0, flips: bool = True, together: int = 1, host: bool = False, **more: Any
+    engine: Any, count: int, seed: int = 0, flips: bool = True, together: int = 1, where: str = "device", **more: Any
 ) -> dict[str, Any]:
     """Through SGLang's own event loop: ``count`` requests, ``together`` at a time, for a few prompts whose KV is
     parked; before each a random bit of a random layer and half flips in a random slot that it will hit, in SGLang's own
-    tensors. With ``host``, a bit flips in every slot of HiCache's host memory in the place of that, if the request will
-    be loaded something from there. Counts the answers: ``right`` as the ones before any flip, ``wrong``, or an
-    ``error``, which must be told to the client with status 503 and no content; ``kept``: what an erring request had
-    given out, if not the beginning of the right answer. ``more``: fields of SGLang's message."""
+    tensors. ``where`` is ``host``: a bit flips in every slot of HiCache's host memory in the place of that, if the
+    request will be loaded something from there; ``files``: in every file of its storage back end, before the request
+    comes. Counts the answers: ``right`` as the ones before any flip, ``wrong``, or an ``error``, which must be told to
+    the client with status 503 and no content; ``kept``: what an erring request had given out, if not the beginning of
+    the right answer. ``more``: fields of SGLang's message."""
     draw = random.Random(f"parked {seed}")
     prompts = [[draw.randrange(3, 250) for _ in range(LENGTH)] for _ in range(6)]
     _answers(engine, [[prompt] for prompt in prompts])
@@ -58,10 +76,13 @@ def serve_parked(
     told = _listen(engine.scheduler)
     for first in range(0, count, together):
         numbers = [draw.randrange(len(prompts)) for _ in range(min(together, count - first))]
+        if flips and where == "files":
+            served["flipped"] += _flip_in_files(draw)
         requests = [engine.submit(prompts[number], NEW_TOKENS, **more) for number in numbers]
         for request in requests:
             # Where nothing of it is parked any more, the request parks it again.
-            served["flipped"] += flips and (_flip_in_host if host else _flip_parked)(engine, request, draw)
+            if flips and where != "files":
+                served["flipped"] += (_flip_in_host if where == "host" else _flip_parked)(engine, request, draw)
         _run(engine, requests)
         for request, number in zip(requests, numbers, strict=True):
             answer = list(request.output_ids)
@@ -81,8 +102,26 @@ def serve_parked(
         **{name: served[name] for name in ("flipped", "right", "wrong", "error", "kept")},
         **{name: sum(event.name == name for event in new) for name in names},
         "retracted": sum(request.retraction_count for request in engine.requests[-count:]),
+        **_arrivals(engine),
         "hit_slots": engine.session.canary.stats().get("hit_slots", 0),
     }
+
+
+def _arrivals(engine: Any) -> dict[str, int]:
+    """How many slots came from a storage back end, and the ledger's words about their pages."""
+    stats = engine.session.canary.stats()
+    names = ("ledger_compared", "ledger_matched", "ledger_differing", "ledger_unknown", "ledger_unjudged")
+    return {name: stats[name] for name in names if stats.get(name)}
+
+
+def _flip_in_files(draw: random.Random) -> bool:
+    """Flips a bit in each file."""
+    files = sorted(Path(os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"]).glob("*.bin"))
+    for file in files:
+        content = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.int32)
+        content[draw.randrange(len(content))] ^= 1 << draw.choice(BITS)
+        file.write_bytes(content.numpy().tobytes())
+    return bool(files)
 
 
 def _answers(engine: Any, rounds: list[list[list[int]]]) -> list[list[list[int]]]:
@@ -97,6 +136,7 @@ def _answers(engine: Any, rounds: list[list[list[int]]]) -> list[list[list[int]]
 def _run(engine: Any, requests: list[Any]) -> None:
     """SGLang's event loop until the requests have ended and the engine has idled, when it looks for lost slots."""
     turns = idle = 0
+    late = time.monotonic() + PATIENCE_S
 
     def ingest(*args: Any, **kwargs: Any) -> list[Any]:
         nonlocal turns, idle
@@ -104,7 +144,10 @@ def _run(engine: Any, requests: list[Any]) -> None:
         idle = 0 if engine.scheduler.last_batch is not None else idle + 1
         if idle > 2 and all(request.finished() for request in requests):
             raise Served
-        if turns > PATIENCE:
+        if engine.scheduler.waiting_queue and engine.scheduler.last_batch is None:
+            # Another thread reads files.
+            time.sleep(0.001)
+        if turns > PATIENCE and time.monotonic() > late:
             raise RuntimeError("a request never ends")
         return []
 
@@ -163,13 +206,17 @@ def main() -> None:
     from engines.setups import Setup
 
     words = sys.argv[2:]
-    modes = [word for word in words if word not in ("overlap", "gpu", "host", "clean")] or ["report", "protect"]
-    kind = " ".join(word for word in ("gpu", "overlap", "host") if word in words) or "plain"
-    setup = Setup(OPTIONS[kind], patience_s=600)
+    beside = ("gpu", "overlap", "host", "files")
+    modes = [word for word in words if word not in (*beside, "clean")] or ["report", "protect"]
+    kernels = {**TRITON, "CANARY_BACKEND": "torch"} if "files" in words else {}
+    kind = " ".join(word for word in beside if word in words) or "plain"
+    setup = Setup(OPTIONS[kind], kernels, patience_s=600)
+    where = next((word for word in ("host", "files") if word in words), "device")
     for mode in modes:
         with tempfile.TemporaryDirectory() as folder:
-            engine = EngineProcess(setup, Path(folder), CANARY_ON_VIOLATION=mode, **QUIET)
-            served = engine.serve_parked(count=int(sys.argv[1]), flips="clean" not in words, host="host" in words)
+            store = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": folder}
+            engine = EngineProcess(setup, Path(folder), CANARY_ON_VIOLATION=mode, **QUIET, **PRIVATE, **store)
+            served = engine.serve_parked(count=int(sys.argv[1]), flips="clean" not in words, where=where)
             sys.stdout.write(json.dumps({"mode": mode, **served}) + "\n")
             sys.stdout.flush()
             engine.close()

@@ -1,11 +1,12 @@
 """A plugin of SGLang's own for `engines.ranks_script`: bits flip in one rank's KV, whether or not Canary is there.
 
-``RANKS_FOLDER`` has ``control``: ``parked``, a bit in what each new request will hit; ``decoding``, a bit now and then
+``RANKS_FOLDER`` has ``control``: ``parked``, a bit in what each new request will hit; ``host``, one in each slot of
+HiCache's host memory before a request is loaded from there; ``decoding``, a bit now and then
 in a slot of a running request; ``kill``, the rank's end within a batch; anything else, nothing. It gets ``flips``, a
 line for each flip. Both ranks look up what a request hits, so that their prefix caches stay alike.
 
-python -m tools.rank_flips COUNT [MODE ...] [plain] [decoding] [clean], in the folder of the tests: a line of JSON for
-each mode of ``CANARY_ON_VIOLATION``, with the overlap scheduler unless ``plain``.
+python -m tools.rank_flips COUNT [MODE ...] [plain] [decoding] [host] [clean], in the folder of the tests: a line of
+JSON for each mode of ``CANARY_ON_VIOLATION``, with the overlap scheduler unless ``plain``; ``host``: with HiCache.
 """
 
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines.setups import HICACHE
 
 FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
 BROKEN_RANK = 1
@@ -49,6 +51,9 @@ def install() -> None:
         if control() == "parked" and not (args or kwargs):
             request.init_next_round_input(scheduler.tree_cache)
             flip(scheduler, request.prefix_indices.tolist())
+        if control() == "host" and not (args or kwargs):
+            request.init_next_round_input(scheduler.tree_cache)
+            flip_host(scheduler, request)
         return add(scheduler, request, *args, **kwargs)
 
     def run_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,9 +90,24 @@ def flip(scheduler: Any, slots: list[int]) -> None:
         file.write(f"{len(slots)}\n")
 
 
-def serve_flipped(folder: Path, count: int, control: str = "parked", overlap: bool = True, **settings: str) -> Any:
+def flip_host(scheduler: Any, request: Any) -> None:
+    """Flips a bit in each slot of the broken rank's host memory, if ``request`` will be loaded something from there."""
+    if not request.host_hit_length or torch.distributed.get_rank() != BROKEN_RANK:
+        return
+    pool = scheduler.tree_cache.cache_controller.mem_pool_host
+    pool = pool.anchor_entry.host_pool if hasattr(pool, "anchor_entry") else pool
+    for slot in pool.slot_used.nonzero()[:, 0].tolist():
+        words = DRAW.choice((pool.k_buffer, pool.v_buffer))[DRAW.randrange(pool.layer_num)][slot].view(torch.int32)
+        words[tuple(DRAW.randrange(size) for size in words.shape)] ^= 1 << DRAW.choice(BITS)
+    with FOLDER.joinpath("flips").open("a") as file:
+        file.write(f"{request.host_hit_length}\n")
+
+
+def serve_flipped(
+    folder: Path, count: int, control: str = "parked", overlap: bool = True, host: bool = False, **settings: str
+) -> Any:
     """``count`` requests for a few prompts whose KV is parked, one at a time (four with ``decoding``), while rank 1's
-    bits flip. Counts the answers as `tools.parked_flips` does, and the events of each rank."""
+    bits flip; ``host``: with HiCache. Counts the answers as `tools.parked_flips` does, and the events of each rank."""
     from engines.ranks import phase, serve, told
 
     draw = random.Random("parked")
@@ -96,8 +116,13 @@ def serve_flipped(folder: Path, count: int, control: str = "parked", overlap: bo
     rounds = [[draw.randrange(len(prompts)) for _ in range(together)] for _ in range(count // together)]
     clean = [phase("nothing", [prompt], new) for prompt in prompts] * 2
     phases = clean + [phase(control, [prompts[n] for n in numbers], new) for numbers in rounds]
-    options = {"tp_size": 2, "model": "llama", "dtype": "float32", "disable_overlap_schedule": not overlap}
-    done = serve(folder, options, phases, ["flips = tools.rank_flips:install"], **settings)
+    options: dict[str, Any] = {"tp_size": 2, "model": "llama", "dtype": "float32"}
+    options["disable_overlap_schedule"] = not overlap
+    plugins = ["flips = tools.rank_flips:install"]
+    if host:
+        options |= HICACHE
+        plugins.append("copies = host_copies:install")
+    done = serve(folder, options, phases, plugins, **settings)
     right = [answer["tokens"] for (answer,) in done[: len(prompts)]]
     served = Counter[str]()
     for numbers, answers in zip(rounds, done[len(clean) :], strict=True):
@@ -129,13 +154,15 @@ def alike(ours: list[str], theirs: list[str]) -> bool:
 def main() -> None:
     """An engine for each mode."""
     words = sys.argv[2:]
-    options = ("plain", "decoding", "clean")
-    control = "decoding" if "decoding" in words else "nothing" if "clean" in words else "parked"
+    options = ("plain", "decoding", "host", "clean")
+    control = next((word for word in ("clean", "decoding", "host") if word in words), "parked")
+    control = "nothing" if control == "clean" else control
     for mode in [word for word in words if word not in options] or ["report", "protect"]:
         compared = {"CANARY_READ_CHECK": "-1" if control == "decoding" else "0", "CANARY_SCRUB_BUDGET": "0"}
         guard = {"CANARY_PLUGINS": "sglang,ranks_witness", "CANARY_ON_VIOLATION": mode, **compared}
         with tempfile.TemporaryDirectory() as folder:
-            served = serve_flipped(Path(folder) / "e", int(sys.argv[1]), control, "plain" not in words, **guard)
+            ways = {"overlap": "plain" not in words, "host": "host" in words}
+            served = serve_flipped(Path(folder) / "e", int(sys.argv[1]), control, **ways, **guard)
         sys.stdout.write(json.dumps({"mode": mode, **served}) + "\n")
         sys.stdout.flush()
 

@@ -14,7 +14,7 @@ from canary_core import Canary, CanaryConfig, Region, RegionKind, Verdict, Viola
 from canary_sglang.actions.quarantine import Quarantine, Slot, about, message
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.suspect import Suspect
-from canary_sglang.compat import caches, retraction, schedulers
+from canary_sglang.compat import caches, disaggregated, retraction, schedulers
 
 MOST_TRIES = 2
 """How often one request is computed again, before an error ends the request: the fault stays."""
@@ -44,7 +44,12 @@ class Protection(Quarantine):
     So every rank tells the others after every batch whether a verdict is there (`issued`), and looks at the answers
     before the result is taken, all at the same place of the scheduler's loop. Only after a verdict do ranks exchange
     the findings, and act on the same set in the same order.
+
+    A PD decode engine's requests always end, since it can't compute their prompts. A PD prefill engine's end as those
+    whose transfer fails, and nothing more of them is sent.
     """
+
+    withholds = True
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class Protection(Quarantine):
     @hookimpl
     def canary_verdict(self, verdict: Verdict) -> None:
         """Keeps the verdict until the scheduler goes on."""
-        suspect = LOST if verdict.finding is None else Suspect.of(verdict.finding)
+        suspect = LOST if verdict.finding is None else Suspect.of(verdict.finding, at_once=True)
         if suspect == LOST or (suspect is not None and self._canary(suspect.region) is not None):
             self._cases.append(Case(suspect, verdict.stands))
 
@@ -79,8 +84,10 @@ class Protection(Quarantine):
             reason = self._refusal(scheduler)
             self._protects = not self._off and reason is None
             if reason is not None and not self._off:
-                reason = f"{reason}; CANARY_ON_VIOLATION=protect does what quarantine does here"
-                self._tell("quarantine_failed", {"reason": reason}, "warning")
+                instead = "CANARY_ON_VIOLATION=protect does what quarantine does here"
+                if disaggregated.side(scheduler) != "null":
+                    self._off, instead = True, "nothing is aborted or evicted with PD disaggregation then"
+                self._tell("quarantine_failed", {"reason": f"{reason}; {instead}"}, "warning")
         return ranks
 
     def issued(self) -> None:
@@ -119,6 +126,8 @@ class Protection(Quarantine):
             return "copies of KV may come back"
         if caches.keeps_host_copies(scheduler) and not all(c.config.transfer_records for c in self._canaries()):
             return "KV comes back from host memory without records (CANARY_TRANSFER_RECORDS)"
+        if disaggregated.side(scheduler) != "null" and caches.keeps_host_copies(scheduler):
+            return "KV comes back from host memory"
         kinds = {region.kind for canary in self._canaries() for region in canary.regions.values()}
         if kinds & {RegionKind.STATE, RegionKind.RING}:
             return "a state says of all tokens before it whether they are right"
@@ -189,6 +198,10 @@ class Protection(Quarantine):
 
     def _take(self, scheduler: Any, request: Any, own: list[Case], taken: list[Any]) -> None:
         suspect = own[0].suspect
+        if disaggregated.side(scheduler) == "prefill":
+            if disaggregated.fail(scheduler, request, schedulers.corrupted(message(suspect))):
+                self._tell("aborted", {"request": request.rid, **about(suspect)}, "error")
+            return
         if not retraction.may_be_retracted(request):
             self._abort(scheduler, request, suspect)
             return
@@ -220,7 +233,8 @@ class Protection(Quarantine):
             cached = caches.cached_slots(scheduler.tree_cache)
             if cached is not None and must_go(cached).any():
                 # A request that could not be retracted has it.
-                self._cases += [Case(replace(suspect, requests=()), False) for suspect in suspects if suspect.spoiled]
+                again = [suspect for suspect in suspects if suspect.spoiled and suspect.written >= 0]
+                self._cases += [Case(replace(suspect, requests=()), False) for suspect in again]
 
     def _evict_nodes(self, scheduler: Any, suspect: Suspect, must_go: caches.SlotTest) -> None:
         evicted = caches.evict_nodes(scheduler.tree_cache, must_go)

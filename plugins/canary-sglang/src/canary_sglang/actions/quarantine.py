@@ -21,7 +21,7 @@ from torch import Tensor
 from canary_core import Canary, CanaryConfig, Event, Region, Violation, Writers, emit, hookimpl
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.suspect import Suspect
-from canary_sglang.compat import allocators, caches, schedulers
+from canary_sglang.compat import allocators, caches, disaggregated, schedulers
 from canary_sglang.pools import compressor_state, mamba
 
 AGREE_EVERY = 8
@@ -37,7 +37,10 @@ SELDOM = 64
 
 class Quarantine:
     """A plugin of the core that acts on the findings of this process's Canaries. ``canaries``: returns the present
-    ones. ``together``: whether all ranks do so; asked once, before the first collective, where there are several."""
+    ones. ``together``: whether all ranks do so; asked once, before the first collective, where there are several.
+    ``withholds``: see `deciding_group`."""
+
+    withholds = False
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class Quarantine:
         together: Callable[[], bool] = lambda: True,
     ) -> None:
         self._evicts = config.on_violation in ("quarantine", "protect")
+        self._judged = config.ledger_private if self.withholds and config.ledger else ()
         self._rank = config.rank
         self._canaries = canaries
         self._together = together
@@ -108,7 +112,7 @@ class Quarantine:
 
     def _meet(self, scheduler: Any) -> Ranks:
         self._rank = self._rank or next((canary.config.rank for canary in self._canaries()), 0)
-        group, reason = schedulers.deciding_group(scheduler)
+        group, reason = schedulers.deciding_group(scheduler, self.withholds)
         ranks = Ranks(group)
         if reason is None and ranks.size > 1 and not self._together():
             reason = "not all ranks act on findings (CANARY_ON_VIOLATION is another one there, or they are unguarded)"
@@ -117,7 +121,7 @@ class Quarantine:
         if reason is not None:
             self._off = True
             self._tell("quarantine_failed", {"reason": reason}, "warning")
-        elif self._evicts and (reason := caches.giving_up_refusal(scheduler)) is not None:
+        elif self._evicts and (reason := caches.giving_up_refusal(scheduler, self._judged)) is not None:
             self._evicts = False
             reason = f"{reason}; requests are aborted, nothing is evicted"
             self._tell("quarantine_failed", {"reason": reason}, "warning")
@@ -240,7 +244,7 @@ class _State:
 
 def message(suspect: Suspect) -> str:
     """The error of a request ended for ``suspect``."""
-    return f"the KV cache of this request is corrupted ({suspect.kind}); try again"
+    return f"{disaggregated.CORRUPTED} ({suspect.kind}); try again"
 
 
 def about(suspect: Suspect) -> dict[str, object]:

@@ -29,9 +29,10 @@ class Suspect:
         return self.region.rpartition("/")[2]
 
     @classmethod
-    def of(cls, violation: Violation) -> "Suspect | None":
+    def of(cls, violation: Violation, at_once: bool = False) -> "Suspect | None":
         """The suspect of a finding; None where nothing can be done, as for a slot freed twice or evicted too early, or
-        for the null slot."""
+        for the null slot. ``at_once``: acted on before the slot can be written again, so that what came wrong, of which
+        no forward is known, is spoiled, too."""
         kind = violation.kind
         if kind in (Kind.DOUBLE_FREE, Kind.EVICTED_IN_USE) or (kind is Kind.NON_FINITE and violation.position is None):
             return None
@@ -39,7 +40,7 @@ class Suspect:
         # A slot that is parked, or handed out and not written yet, has the record of whoever had it before.
         if kind is Kind.DOUBLE_ALLOC and violation.stored_state not in (State.ALLOCATED, State.PARKED):
             names.add(violation.stored_request)
-        spoiled = kind in SPOILED
+        spoiled = kind in SPOILED or (at_once and kind is Kind.ARRIVAL)
         written = violation.step if violation.phase is Phase.POST_FORWARD else violation.step_written
         return cls(
             region=violation.region,

@@ -15,20 +15,27 @@ def keeps_host_copies(scheduler: Any) -> bool:
     return any(getattr(args, name, False) for name in ("enable_hierarchical_cache", "enable_lmcache"))
 
 
-def giving_up_refusal(scheduler: Any) -> str | None:
+def giving_up_refusal(scheduler: Any, judged: Sequence[str] = ()) -> str | None:
     """Why KV evicted from the device may come back from elsewhere, None if evicted for good. Copies in host memory
-    go as well, see `evict_nodes`."""
+    go as well, see `evict_nodes`. ``judged``: storage back ends, by class, from which nothing comes back uncompared."""
     args, cache = scheduler.server_args, scheduler.tree_cache
     if not keeps_host_copies(scheduler):
         return None
-    if getattr(args, "enable_lmcache", False) or getattr(args, "hicache_storage_backend", None):
+    if getattr(args, "enable_lmcache", False) or _stores_unjudged(cache, judged):
         return "copies in LMCache or in a storage back end may come back"
-    if getattr(args, "tp_size", 1) > 1:
-        return "copies in host memory of several ranks may come back"
     known = all(hasattr(cache, name) for name in ("evict_host", "loading_check", "writing_check"))
     if not known or type(cache).__name__ != "UnifiedRadixCache" or not _keeps_copies_of_nodes(cache):
         return "copies in host memory may come back"
     return None
+
+
+def _stores_unjudged(cache: Any, judged: Sequence[str]) -> bool:
+    """Whether the cache has a storage back end that is not among the ``judged``, or stores there for other ranks."""
+    controller = getattr(cache, "cache_controller", None)
+    backend = getattr(controller, "storage_backend", None)
+    if backend is None:
+        return False
+    return type(backend).__name__ not in judged or bool(getattr(controller, "backup_skip", False))
 
 
 def _keeps_copies_of_nodes(cache: Any) -> bool:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from canary_sglang.compat import schedulers
+from canary_sglang.compat import disaggregated, schedulers
 
 
 def retract(scheduler: Any, request: Any) -> None:
@@ -27,15 +27,26 @@ def may_be_retracted(request: Any) -> bool:
 
 def may_go_on(scheduler: Any, request: Any) -> bool:
     """Whether a retracted request may be queued again with the tokens given out so far: not one
-    ended by the client, nor one with a grammar, nor one with embeddings as a prompt, begun anew by SGLang."""
+    ended by the client, nor one with a grammar, nor one with embeddings as a prompt, begun anew by SGLang. A PD
+    engine has no KV to begin with, or has been asked for a single token."""
+    if disaggregated.side(scheduler) != "null":
+        return False
     if request.to_finish is not None or getattr(scheduler, "_pending_chunked_abort_req", None) is request:
         return False
     return getattr(request, "grammar", None) is None and not (schedulers.embedded(request) and request.output_ids)
 
 
 def queue(scheduler: Any, request: Any) -> None:
-    """Queues a retracted request again, as SGLang does. A full queue ends the request with an error of its own."""
-    scheduler._add_request_to_queue(request, is_retracted=True)
+    """Queues a retracted request again, as SGLang does, but asks no storage back end for the prompt: the same may come
+    again. A full queue ends the request with an error of its own."""
+    usual = getattr(scheduler, "enable_hicache_storage", False)
+    if usual:
+        scheduler.enable_hicache_storage = False
+    try:
+        scheduler._add_request_to_queue(request, is_retracted=True)
+    finally:
+        if usual:
+            scheduler.enable_hicache_storage = usual
 
 
 def end(scheduler: Any, request: Any, message: str) -> None:

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
+from canary_sglang.compat import disaggregated
+
 
 def running_requests(scheduler: Any, batch: Any = None) -> list[Any]:
-    """Unfinished requests with slots, or about to get some, in the order of their names. ``batch``: one that the
-    scheduler may not name itself."""
+    """Unfinished requests with slots, or about to get some, in the order of their names; of a PD prefill engine also
+    those in transfer. ``batch``: one that the scheduler may not name itself."""
     batches = [scheduler.running_batch, scheduler.last_batch, getattr(scheduler, "cur_batch", None), batch]
     found = {id(request): request for batch in batches if batch is not None for request in batch.reqs}
     if scheduler.chunked_req is not None:
         found[id(scheduler.chunked_req)] = scheduler.chunked_req
+    found |= {id(request): request for request in disaggregated.in_transfer(scheduler)}
     return sorted((r for r in found.values() if not r.finished()), key=lambda request: str(request.rid))
 
 
@@ -163,13 +166,13 @@ def prefix_hits(batch: Any) -> list[tuple[int, int]]:
     return hits
 
 
-def deciding_group(scheduler: Any) -> tuple[Any, str | None]:
+def deciding_group(scheduler: Any, withholds: bool = False) -> tuple[Any, str | None]:
     """The CPU process group of the ranks that schedule the same batches together, None for a single rank; and why these
-    ranks can't make the same decisions, None if they can."""
+    ranks can't make the same decisions, None if they can. ``withholds``: whether they hold tokens back."""
     args = scheduler.server_args
     if getattr(args, "pp_size", 1) > 1:
         return None, "the stages of a pipeline are at different batches; nothing is aborted or evicted with pp_size > 1"
-    if getattr(args, "disaggregation_mode", "null") != "null":
+    if disaggregated.side(scheduler) != "null" and not withholds:
         return None, "with PD disaggregation another engine holds or awaits the same KV; nothing is aborted or evicted"
     group = scheduler.tp_cpu_group
     if getattr(args, "enable_dp_attention", False):
@@ -190,9 +193,8 @@ def corrupted(message: str) -> Any:
 def recompute_refusal(scheduler: Any) -> str | None:
     """Why no request of the engine can be computed again by an internal one, None where it can."""
     args, cache = scheduler.server_args, scheduler.tree_cache
-    disaggregation = str(getattr(args, "disaggregation_mode", None) or "null")
     ranks = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size")
-    if any((getattr(args, name, None) or 1) > 1 for name in ranks) or disaggregation != "null":
+    if any((getattr(args, name, None) or 1) > 1 for name in ranks) or disaggregated.side(scheduler) != "null":
         return "over ranks, or with PD disaggregation, nothing is computed again"
     algorithm = getattr(scheduler, "spec_algorithm", None)
     if algorithm is not None and not algorithm.is_none():

@@ -18,6 +18,12 @@ IDLE = f"{SCHEDULER}.on_idle"
 STATE_COPY = "sglang.srt.mem_cache.memory_pool.MambaPool.copy_from"
 STATE_LOAD = "sglang.srt.mem_cache.memory_pool.MambaPool.load_cpu_copy"
 TURN = f"{SCHEDULER}.get_next_batch_to_run"
+PD_TURNS = (
+    "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.get_next_disagg_prefill_batch_to_run",
+    "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_next_disagg_decode_batch_to_run",
+)
+"""In the place of `TURN` in the loops of PD engines."""
+
 LOOP = f"{SCHEDULER}.run_event_loop"
 STATE_CLONES = f"{RUNNER}._maybe_execute_deferred_mamba_cow_and_clear"
 SAMPLE = f"{RUNNER}.sample"
@@ -67,6 +73,7 @@ NIXL_MEET = "sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_
 NIXL_SEND = "sglang.srt.disaggregation.nixl.conn.NixlKVManager._send_kvcache_generic"
 PREALLOCATE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc"
 COMMIT = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"
+PD_FAIL = "sglang.srt.disaggregation.utils.prepare_abort"
 
 DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 DRAFT_STEPS = f"{DRAFT_WORKER}.draft"

@@ -25,7 +25,7 @@ from torch import Tensor
 from canary_core import BatchView, Canary, Event, RecordBuffers, Region, RegionKind, StepListener
 from canary_sglang.batches.tokens import expected_tokens
 from canary_sglang.batches.writers import RequestWriters
-from canary_sglang.compat import targets
+from canary_sglang.compat import disaggregated, schedulers, targets
 from canary_sglang.compat.registrar import REGISTRAR, Hook
 from canary_sglang.transfer.kv_transfer import used_here
 from canary_sglang.transfer.transfer_buffers import TransferBuffers
@@ -119,7 +119,7 @@ class DecodeSide(StepListener):
     received slots are unknown."""
 
     def __init__(self, canary: Canary, requests: RequestWriters, carried: bool) -> None:
-        REGISTRAR.apply(_decode_hooks(carried))
+        REGISTRAR.apply(_decode_hooks(carried, canary.config.on_violation == "protect"))
         self.carried = carried
         self.counts = {"transfers": 0, "imported_transfers": 0}
         # Whether slots before the new ones are sent, too, as for a window or an indexer.
@@ -247,11 +247,13 @@ def _prefill_hooks() -> dict[str, Hook]:
     }
 
 
-def _decode_hooks(carried: bool) -> dict[str, Hook]:
+def _decode_hooks(carried: bool, protects: bool) -> dict[str, Hook]:
     hooks: dict[str, Hook] = {
         targets.PREALLOCATE: (_preallocated, "AFTER"),
         targets.COMMIT: (_committed, "AFTER"),
     }
+    if protects:
+        hooks[targets.PD_FAIL] = (_failed, "AFTER")
     return {**hooks, targets.NIXL_MANAGER: (_registering, "BEFORE")} if carried else hooks
 
 
@@ -295,3 +297,9 @@ def _committed(result: Any, queue: Any, decode_request: Any, *args: Any, **kwarg
         if isinstance(side, DecodeSide):
             with side.canary.guard("disaggregation commit"):
                 side.received(decode_request.req)
+
+
+def _failed(result: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    reason = disaggregated.failure(request)
+    if reason is not None:
+        request.finished_reason = schedulers.corrupted(reason)

@@ -1,0 +1,46 @@
+"""Requests of PD engines, and their ends before, in and after a transfer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+CORRUPTED = "the KV cache of this request is corrupted"
+"""Begins the error of a request ended for a finding, in the prefill and in the decode engine."""
+
+
+def side(scheduler: Any) -> str:
+    """The engine's side of PD disaggregation: ``prefill``, ``decode``, or ``null``."""
+    return str(getattr(scheduler.server_args, "disaggregation_mode", None) or "null")
+
+
+def in_transfer(scheduler: Any) -> Sequence[Any]:
+    """Requests of a prefill engine whose KV is computed, and sent or about to be."""
+    return tuple(getattr(scheduler, "disagg_prefill_inflight_queue", None) or ())
+
+
+def fail(scheduler: Any, request: Any, reason: Any) -> bool:
+    """Ends a request of a prefill engine for ``reason``, a ``FINISH_ABORT``, as SGLang ends one whose transfer has
+    failed: nothing more is sent, and the decode engine is told why. False if the request ends already."""
+    if request.finished() or request.to_finish is not None:
+        return False
+    if request is not scheduler.chunked_req:
+        # The next chunk of a prompt goes on from the ones before in the cache.
+        request.skip_radix_cache_insert = True
+    sent = any(one is request for one in in_transfer(scheduler))
+    if sent:
+        # The scheduler finds that the transfer has failed, and keeps this reason.
+        request.finished_reason = reason
+    else:
+        request.to_finish = reason
+    sender = request.disagg_kv_sender
+    if hasattr(sender.kv_mgr, "conclude_failure"):
+        sender.kv_mgr.conclude_failure(bootstrap_room=request.bootstrap_room, failure_reason=reason.message)
+    if sent:
+        sender.abort()
+    return True
+
+
+def failure(request: Any) -> str | None:
+    """Why a prefill engine ended the request, from the error of a failed transfer in a decode engine; None if it was
+    not for a finding."""
+    _, begin, rest = str(getattr(request.finished_reason, "message", "")).partition(CORRUPTED)
+    return begin + rest if begin else None
