@@ -64,6 +64,8 @@ class KVSource:
     cache: its index space is the full length, its tensor the length so far).
     ``part``: number among several sources of one half of a layer, where one formula is not enough (a head of a cache
     with a transposed layout within each head); None: the only one.
+    ``scaled``: type of the numbers of each chunk but its last four bytes, a float32 by which these are multiplied (scales
+    per token and head); ``dtype`` is None there.
 
     Raises `AttachError` for impossible sizes and for addresses outside of the tensor's storage.
     """
@@ -82,6 +84,7 @@ class KVSource:
     role: Role = Role.DATA
     present: int | None = None
     part: int | None = None
+    scaled: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "page_size", "chunks"):

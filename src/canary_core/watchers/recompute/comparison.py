@@ -9,6 +9,7 @@ from torch import Tensor
 
 from canary_core.ops.backends import choose
 from canary_core.ops.state import RegionState
+from canary_core.ops.torch.compare_kv import elements
 from canary_core.recomputer import CachedRequest, Computed
 from canary_core.region import KVSource, RegionKind
 from canary_core.runtime.host_copy import HostCopy
@@ -17,8 +18,6 @@ from canary_core.watchers.recompute.parked import ParkedRecords
 
 KINDS = (RegionKind.FULL, RegionKind.WINDOW)
 """Regions of one token a slot, written once."""
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Compared(Protocol):
@@ -100,10 +99,5 @@ def _errors(name: str, sources: Sequence[KVSource], copy: HostCopy) -> Errors:
 
 
 def _comparable(held: KVSource, again: KVSource | None) -> bool:
-    """Whether both have floats, and equally many in a slot."""
-    return again is not None and _numbers(held) == _numbers(again) != 0
-
-
-def _numbers(source: KVSource) -> int:
-    """How many floats a slot has, 0 for other types."""
-    return source.slot_bytes // source.dtype.itemsize if source.dtype in FLOATS else 0
+    """Whether both have numbers, and equally many in a slot."""
+    return again is not None and elements(held) == elements(again) != 0
