@@ -1,5 +1,6 @@
 """`Comparison`: the KV of a request in the cache against a second computation of it; `Comparing`: one under way."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from canary_core.ops.backends import choose
 from canary_core.ops.state import RegionState
-from canary_core.ops.torch.compare_kv import elements
+from canary_core.ops.torch.compare_kv import elements, type_of
 from canary_core.recomputer import CachedRequest, Computed
 from canary_core.region import KVSource, RegionKind
 from canary_core.runtime.host_copy import HostCopy
@@ -18,6 +19,12 @@ from canary_core.watchers.recompute.parked import ParkedRecords
 
 KINDS = (RegionKind.FULL, RegionKind.WINDOW)
 """Regions of one token a slot, written once."""
+
+ROUNDOFF = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3, torch.int8: 2.0**-6}
+"""Largest relative error of one rounding, of types that nothing is computed in. In int8 that is half a step, 1/127 of
+the largest number of a token and head, and numbers are in the root mean square a quarter of it."""
+SMALLEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e5m2: 2.0**-16}
+"""Distance of the smallest numbers, whose relative error is larger."""
 
 
 class Compared(Protocol):
@@ -95,7 +102,18 @@ def _errors(name: str, sources: Sequence[KVSource], copy: HostCopy) -> Errors:
     (apart, size), there = copy.tensors
     # Anything is infinitely far from zeros; numbers too large to be squared are not judged.
     values = torch.where(apart == 0, 0.0, (apart / size).sqrt()).nan_to_num(nan=0.0, posinf=torch.inf)
-    return Errors(name, sources, there.nonzero()[:, 0].tolist(), values[:, there])
+    roundoffs = [_roundoff(source, sizes[there]) for source, sizes in zip(sources, size, strict=True)]
+    return Errors(name, sources, there.nonzero()[:, 0].tolist(), values[:, there], roundoffs)
+
+
+def _roundoff(source: KVSource, sizes: Tensor) -> float:
+    """See `Errors.roundoffs`. ``sizes``: the sum of squares of each token."""
+    dtype = type_of(source)
+    if dtype is None or dtype not in ROUNDOFF or not len(sizes):
+        return 0.0
+    smallest = 0.0 if source.scaled is not None else SMALLEST.get(dtype, 0.0)
+    usual = float((sizes / elements(source)).sqrt().median())
+    return min(1.0, math.hypot(ROUNDOFF[dtype], smallest / 2 / usual if usual else 1.0))
 
 
 def _comparable(held: KVSource, again: KVSource | None) -> bool:
