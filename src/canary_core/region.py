@@ -62,10 +62,8 @@ class KVSource:
     element type for the non-finite check; None leaves the check out (packed or quantized bytes).
     ``present``: slots of each page held by the tensor, all by default; later slots of a page have no bytes (a growing
     cache: its index space is the full length, its tensor the length so far).
-    ``part``: number among several sources of one half of a layer, where one formula is not enough (a head of a cache
-    with a transposed layout within each head); None: the only one.
-    ``scaled``: type of the numbers of each chunk but its last four bytes, a float32 by which these are multiplied (scales
-    per token and head); ``dtype`` is None there.
+    ``part``: number among several sources of one half of a layer, where one formula is not enough; None: the only one.
+    ``scaled``: type of the numbers of a chunk before its last four bytes, their float32 scale; ``dtype`` is None then.
 
     Raises `AttachError` for impossible sizes and for addresses outside of the tensor's storage.
     """

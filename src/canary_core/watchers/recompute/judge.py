@@ -67,15 +67,17 @@ class RecomputeJudge:
     themselves, in later steps: hand over both sides once the engine is done, between forwards, on the stream of the
     forwards. `Recompute` is for those that compute it at once.
 
-    rounding: gives `Recomputer.rounding`, once the first request is compared.
+    rounding: gives `Recomputer.rounding`, once the first request is compared. whole: whether this process holds the KV
+    of all layers and heads, or only the shard of one rank.
 
     Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_same``,
     ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`; each new reason for a missing verdict is an
     ``unjudged`` event.
     """
 
-    def __init__(self, canary: RecomputeHost, rounding: Callable[[], float]) -> None:
+    def __init__(self, canary: RecomputeHost, rounding: Callable[[], float], whole: bool = True) -> None:
         self._canary = canary
+        self._whole = whole
         self.rounding = rounding
         self._told: set[str] = set()
 
@@ -146,7 +148,7 @@ class RecomputeJudge:
             return self.unjudged(cached.request, why, "no_numbers", tokens, (), comparison.missing)
         self._canary.count("recomputed_requests")
         self._canary.count("recomputed_tokens", tokens)
-        bounds = self._bounds(comparison.errors)
+        bounds = self._bounds(comparison)
         layers = self._layers(comparison.errors, bounds)
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
@@ -175,11 +177,13 @@ class RecomputeJudge:
             self._told.add(why)
             self._canary.tell(Event("unjudged", "warning", {**about, "reason": why}))
 
-    def _bounds(self, compared: Sequence[Errors]) -> dict[tuple[str, str], Bound]:
+    def _bounds(self, comparison: Comparison) -> dict[tuple[str, str], Bound]:
         """By region and source; none as long as the noise is not known, or where it was never compared."""
         if not self.noise.known:
             return {}
-        first = first_layer(compared)
+        compared = comparison.errors
+        # What is not seen may have differed before.
+        first = first_layer(compared) if self._whole and not comparison.missing else -1
         bounds = {
             (one.region, source.name): self.noise.bound(one.region, source, roundoff, first)
             for one in compared

@@ -140,9 +140,9 @@ class Noise:
         if known is None or not roundoff:
             return known
         if source.layer <= first and source.layer < self._dense:
-            # Two roundings, each to one side, of steps of twice the largest error: the share of numbers that are a
-            # step off is the first by the second.
-            most = 2 * (self._least.window * roundoff) ** 0.5
+            # A change of all numbers by the rounding takes so large a share of them over to the next step, which is
+            # twice the roundoff: the rounding by the step. The root of share times step squared:
+            most = (self._least.window * 2 * roundoff) ** 0.5
             return Bound(most, most)
         return Bound(max(known.window, roundoff), max(known.token, roundoff))
 
