@@ -64,7 +64,7 @@ class _Ask:
 class RecomputePairs:
     """Judges each `RecomputePair` that a worker is sent, within the memory of ``canary``. ``groups``: those of
     attention, of which some may have no numbers. ``rounding``: see `RecomputeJudge`. ``running``: names of all requests
-    with KV. ``attention``: see `AttentionWatch`, to be told of each forward. ``whole``: see `RecomputeJudge`.
+    with KV. ``attention``: see `AttentionWatch`, to be told of each forward.
 
     Nothing waits for the device, unless somebody asked for the answer by `ask`: then all bytes are compared with
     their fingerprints, too.
@@ -77,10 +77,8 @@ class RecomputePairs:
         rounding: Callable[[], float],
         running: Callable[[], Sequence[str]],
         attention: AttentionCalls = NO_CALLS,
-        whole: bool = True,
     ) -> None:
         self._canary = canary
-        self._whole = whole
         self._groups = list(groups)
         self._rounding = rounding
         self._running = running
@@ -96,6 +94,8 @@ class RecomputePairs:
         """The last ones, oldest first."""
         self.wake: Callable[[], None] | None = None
         """Has an idle scheduler of the same process look for wanted requests; on any thread."""
+        self.whole = True
+        """Whether this process holds the KV of all layers and heads; set before the first pair comes."""
         canary.verifier = self
 
     @property
@@ -104,7 +104,7 @@ class RecomputePairs:
         if self._judge is None:
             from canary_core import RecomputeJudge
 
-            self._judge = RecomputeJudge(self._canary, self._rounding, self._whole)
+            self._judge = RecomputeJudge(self._canary, self._rounding, self.whole)
         return self._judge
 
     def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":

@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from canary_core import CachedRequest, Canary, CanaryConfig, Computed, Kind, KVSource, RecomputeJudge, Region, Touch
+from canary_core import (
+    CachedRequest,
+    Canary,
+    CanaryConfig,
+    Computed,
+    Kind,
+    KVSource,
+    RecomputeJudge,
+    Region,
+    Role,
+    Touch,
+)
 from canary_core.plugins import private_hooks
 from canary_core.testing import Findings
 
@@ -142,7 +153,9 @@ class CoarsePool(Pool):
             error = 1 + noise * torch.randn(TOKENS, DIM, generator=self.random) if layer else 1
             tensor[own], tensor[other] = numbers.to(tensor.dtype), (numbers * error).to(tensor.dtype)
         self.own = own
-        return CachedRequest(name, list(range(TOKENS)), {"kv": own}, touches), {"kv": Computed.within(self.region, other)}
+        return CachedRequest(name, list(range(TOKENS)), {"kv": own}, touches), {
+            "kv": Computed.within(self.region, other)
+        }
 
     def taught(self) -> None:
         """By equal requests, and a few of which a single number differs."""
@@ -213,3 +226,16 @@ def test_a_shard_is_not_held_to_be_equal_by_what_it_does_not_see():
     pool.taught()
     assert pool.judge.judge(*pool.request("clean", noise=0.01)).verdict == "same"
     pool.canary.close()
+
+
+def test_numbers_with_scales_beside_them_are_not_compared_without(coarse):
+    """As in MXFP8: equal values may have other bytes under another scale."""
+    scales = torch.zeros(SLOTS, 1, dtype=torch.uint8)
+    beside = KVSource(scales, "k_scale", 2, chunk_bytes=1, slot_stride_bytes=1, role=Role.SCALE)
+    region = Region("kv", SLOTS, (*coarse.region.sources, beside))
+    canary = Canary([region], coarse.canary.config, hooks=private_hooks(coarse.findings))
+    cached, _ = coarse.request("a")
+    judge = RecomputeJudge(canary, lambda: ROUNDING)
+    answer = judge.judge(cached, {"kv": Computed.within(region, cached.slots["kv"])})
+    assert answer.uncompared == ["kv k.2", "kv k_scale.2"]
+    canary.close()

@@ -1,6 +1,6 @@
 """Numbers stored by vLLM's Triton backend with scales per token and head, and found again where Canary reads them.
 
-    TRITON_INTERPRET=1 python -m vllm_on_cpu.scaled_script
+TRITON_INTERPRET=1 python -m vllm_on_cpu.scaled_script
 """
 
 import json
@@ -48,7 +48,7 @@ def main() -> None:
     """Prints the errors by type of the cache."""
     # vLLM for CPUs does without Triton, unless it finds a driver.
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
-    print(json.dumps({kind: errors(kind) for kind in TYPES}))  # noqa: T201
+    print(json.dumps({kind: errors(kind) for kind in TYPES}))
 
 
 if __name__ == "__main__":

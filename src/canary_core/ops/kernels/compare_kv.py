@@ -35,6 +35,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 E4M3 = tl.constexpr(tl.float8e4nv)
 E5M2 = tl.constexpr(tl.float8e5)
+INT8 = tl.constexpr(tl.int8)
 
 _TYPES = {
     torch.float32: tl.float32,
@@ -88,7 +89,7 @@ def _type(source: KVSource) -> tuple[tl.dtype, int]:
 @triton.jit
 def loaded(p_byte, m, TYPE: tl.constexpr):
     """Numbers at addresses, as float32. Those of eight bits are decoded here: not all devices and interpreters do."""
-    if TYPE.primitive_bitwidth > 8 or TYPE == tl.int8:
+    if TYPE.primitive_bitwidth > 8 or TYPE == INT8:
         return tl.load(p_byte.to(tl.pointer_type(TYPE)), mask=m, other=0).to(tl.float32)
     bits = tl.load(p_byte.to(tl.pointer_type(tl.uint8)), mask=m, other=0).to(tl.uint16)
     if TYPE == E5M2:

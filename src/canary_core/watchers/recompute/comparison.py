@@ -1,8 +1,9 @@
 """`Comparison`: the KV of a request in the cache against a second computation of it; `Comparing`: one under way."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from canary_core.ops.backends import choose
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch.compare_kv import elements, type_of
 from canary_core.recomputer import CachedRequest, Computed
-from canary_core.region import KVSource, RegionKind
+from canary_core.region import KVSource, RegionKind, Role
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.watchers.recompute.noise import Errors
 from canary_core.watchers.recompute.parked import ParkedRecords
@@ -66,6 +67,8 @@ class Comparing:
     def __init__(self, canary: Compared, cached: CachedRequest, computed: Mapping[str, Computed]) -> None:
         self._begun: list[tuple[str, Sequence[KVSource], HostCopy]] = []
         self._missing: list[str] = []
+        regions = [state.region for state in canary.states.values()]
+        self._scaled = {one.layer for region in regions for one in region.sources if one.role is Role.SCALE}
         self._before = self._after = None if cached.parked is None else ParkedRecords(canary.states, cached)
         for name, slots in cached.slots.items():
             state, again = canary.states[name], computed.get(name)
@@ -78,7 +81,8 @@ class Comparing:
 
     def _begin(self, backend: str, state: RegionState, slots: Tensor, computed: Computed) -> Sequence[KVSource]:
         again = {source.name: source for source in computed.sources}
-        columns = [i for i, source in enumerate(state.region.sources) if _comparable(source, again.get(source.name))]
+        compared = partial(_comparable, scaled=self._scaled)
+        columns = [i for i, source in enumerate(state.region.sources) if compared(source, again.get(source.name))]
         sources = [state.region.sources[column] for column in columns]
         matched = Computed(tuple(again[source.name] for source in sources), computed.slots)
         out = torch.zeros(2, len(columns), len(slots), device=slots.device)
@@ -116,6 +120,9 @@ def _roundoff(source: KVSource, sizes: Tensor) -> float:
     return min(1.0, math.hypot(ROUNDOFF[dtype], smallest / 2 / usual if usual else 1.0))
 
 
-def _comparable(held: KVSource, again: KVSource | None) -> bool:
-    """Whether both have numbers, and equally many in a slot."""
-    return again is not None and elements(held) == elements(again) != 0
+def _comparable(held: KVSource, again: KVSource | None, scaled: Container[int]) -> bool:
+    """Whether both have numbers, and equally many in a slot. ``scaled``: layers with scales in tensors beside the KV,
+    without which bytes are no numbers."""
+    if again is None or (held.dtype in ROUNDOFF and held.layer in scaled):
+        return False
+    return elements(held) == elements(again) != 0
