@@ -35,7 +35,6 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 E4M3 = tl.constexpr(tl.float8e4nv)
 E5M2 = tl.constexpr(tl.float8e5)
-INT8 = tl.constexpr(tl.int8)
 
 _TYPES = {
     torch.float32: tl.float32,
@@ -89,16 +88,18 @@ def _type(source: KVSource) -> tuple[tl.dtype, int]:
 @triton.jit
 def loaded(p_byte, m, TYPE: tl.constexpr):
     """Numbers at addresses, as float32. Those of eight bits are decoded here: not all devices and interpreters do."""
-    if TYPE.primitive_bitwidth > 8 or TYPE == INT8:
-        return tl.load(p_byte.to(tl.pointer_type(TYPE)), mask=m, other=0).to(tl.float32)
-    bits = tl.load(p_byte.to(tl.pointer_type(tl.uint8)), mask=m, other=0).to(tl.uint16)
-    if TYPE == E5M2:
-        # The upper half of a float16.
-        return (bits << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    tl.static_assert(TYPE == E4M3)
-    # A float16 with an exponent less by 8, in which small numbers are exact, too.
-    half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    if TYPE == E4M3 or TYPE == E5M2:
+        bits = tl.load(p_byte.to(tl.pointer_type(tl.uint8)), mask=m, other=0).to(tl.uint16)
+        if TYPE == E5M2:
+            # The upper half of a float16.
+            found = (bits << 8).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            # A float16 with an exponent less by 8, in which small numbers are exact, too.
+            half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
+            found = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    else:
+        found = tl.load(p_byte.to(tl.pointer_type(TYPE)), mask=m, other=0).to(tl.float32)
+    return found
 
 
 @triton.jit
