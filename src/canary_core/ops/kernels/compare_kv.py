@@ -88,15 +88,16 @@ def _type(source: KVSource) -> tuple[tl.dtype, int]:
 @triton.jit
 def loaded(p_byte, m, TYPE: tl.constexpr):
     """Numbers at addresses, as float32. Those of eight bits are decoded here: not all devices and interpreters do."""
-    if TYPE == E4M3 or TYPE == E5M2:
+    # One return: Triton compiles what follows another.
+    if TYPE == E5M2:
+        # The upper half of a float16.
         bits = tl.load(p_byte.to(tl.pointer_type(tl.uint8)), mask=m, other=0).to(tl.uint16)
-        if TYPE == E5M2:
-            # The upper half of a float16.
-            found = (bits << 8).to(tl.float16, bitcast=True).to(tl.float32)
-        else:
-            # A float16 with an exponent less by 8, in which small numbers are exact, too.
-            half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
-            found = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+        found = (bits << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    elif TYPE == E4M3:
+        # A float16 with an exponent less by 8, in which small numbers are exact, too.
+        bits = tl.load(p_byte.to(tl.pointer_type(tl.uint8)), mask=m, other=0).to(tl.uint16)
+        half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
+        found = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
     else:
         found = tl.load(p_byte.to(tl.pointer_type(TYPE)), mask=m, other=0).to(tl.float32)
     return found
