@@ -99,6 +99,8 @@ class RecomputePairs:
         """The last ones, oldest first."""
         self.wake: Callable[[], None] | None = None
         """Has an idle scheduler of the same process look for wanted requests; on any thread."""
+        self.whole = True
+        """Whether this process holds the KV of all layers and heads; set before the first pair comes."""
         canary.verifier = self
 
     @property
@@ -107,7 +109,7 @@ class RecomputePairs:
         if self._judge is None:
             from canary_core import RecomputeJudge
 
-            self._judge = RecomputeJudge(self._canary, self._rounding)
+            self._judge = RecomputeJudge(self._canary, self._rounding, self.whole)
         return self._judge
 
     def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":

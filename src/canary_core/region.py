@@ -62,8 +62,8 @@ class KVSource:
     element type for the non-finite check; None leaves the check out (packed or quantized bytes).
     ``present``: slots of each page held by the tensor, all by default; later slots of a page have no bytes (a growing
     cache: its index space is the full length, its tensor the length so far).
-    ``part``: number among several sources of one half of a layer, where one formula is not enough (a head of a cache
-    with a transposed layout within each head); None: the only one.
+    ``part``: number among several sources of one half of a layer, where one formula is not enough; None: the only one.
+    ``scaled``: type of the numbers of a chunk before its last four bytes, their float32 scale; ``dtype`` is None then.
 
     Raises `AttachError` for impossible sizes and for addresses outside of the tensor's storage.
     """
@@ -82,6 +82,7 @@ class KVSource:
     role: Role = Role.DATA
     present: int | None = None
     part: int | None = None
+    scaled: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "page_size", "chunks"):

@@ -12,7 +12,8 @@ from canary_core.ops.backends import torch_backend, triton_backend
 from canary_core.ops.state import RegionState, Shared
 from canary_core.recomputer import Computed
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+SCALED = (torch.int8, torch.float8_e4m3fn)
 HEADS, DIM = 3, 22
 """An odd number of elements: several rounds of lanes, the last one cut."""
 
@@ -38,6 +39,23 @@ def rows(values: torch.Tensor, half: str, layer: int) -> KVSource:
     return KVSource(values, half, layer, chunk_bytes=size, slot_stride_bytes=size, dtype=values.dtype)
 
 
+def scaled(values: torch.Tensor, dtype: torch.dtype, layer: int) -> KVSource:
+    """``values`` in ``dtype``, with a float32 scale behind the numbers of each head, as vLLM has scales per token and
+    head."""
+    largest = 127.0 if dtype == torch.int8 else 448.0
+    scales = (values.float().nan_to_num(0, 9, -9).abs().amax(2, keepdim=True) / largest).clamp(min=1e-6)
+    numbers = (values.float() / scales).nan_to_num(0, largest, -largest)
+    numbers = (numbers.round() if dtype == torch.int8 else numbers).to(dtype)
+    pad = torch.zeros(*values.shape[:2], -values.shape[2] % 4, dtype=torch.int8, device=values.device)
+    parts = [numbers.view(torch.int8), pad, scales.view(torch.int8)]
+    tensor = torch.cat(parts, 2).contiguous()
+    head = tensor.shape[2]
+    return KVSource(
+        tensor, "v", layer, chunk_bytes=head, slot_stride_bytes=head * values.shape[1], chunks=values.shape[1],
+        chunk_stride_bytes=head, scaled=dtype,
+    )  # fmt: skip
+
+
 def state_of(sources: tuple[KVSource, ...], slots: int, device: str = "cpu") -> RegionState:
     """The state of a region of them."""
     config = CanaryConfig.load(bytes="off")
@@ -51,6 +69,12 @@ def setting(seed: int, device: str):
     held, again = [], []
     where = torch.randperm(slots, generator=random)[:count]
     elsewhere = torch.randperm(count, generator=random)
+    for layer, dtype in enumerate(SCALED):
+        values = torch.randn(slots, HEADS, 24, generator=random) * torch.rand(slots, HEADS, 1, generator=random)
+        own = torch.zeros(count, HEADS, 24)
+        own[elsewhere] = values[where] * 1.05
+        held.append(scaled(values.to(device), dtype, layer))
+        again.append(scaled(own.to(device), dtype, layer))
     for layer, (mine, theirs) in enumerate(itertools.product(DTYPES, DTYPES)):
         values = torch.randn(slots, HEADS, DIM, generator=random).to(mine)
         own = torch.zeros(count, HEADS, DIM)
@@ -103,6 +127,28 @@ def test_errors_are_those_of_plain_arithmetic():
         for i, n in enumerate((2, 0)):
             wanted = (values[n] - other[n])[slots].flatten(1).norm(dim=1) / other[n][slots].flatten(1).norm(dim=1)
             assert torch.allclose((out[0, i] / out[1, i]).sqrt(), wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_all_bit_patterns_of_eight_bits_are_the_numbers_of_torch(dtype):
+    """Zeros of both signs, the smallest numbers, infinities; NaN is none."""
+    bits = torch.arange(256, dtype=torch.uint8)
+    values = bits.view(dtype).float()
+    state = state_of((rows(bits.view(dtype)[:, None, None].contiguous(), "k", 0),), 256)
+    nothing = torch.zeros(256, 1, 1)
+    for out in both(state, torch.arange(256), Computed((rows(nothing, "k", 0),), torch.arange(256))):
+        wanted = torch.where(values.isfinite(), values * values, torch.inf)
+        assert torch.equal(out[0, 0], wanted)
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_a_scale_of_a_token_and_head_is_a_factor(dtype):
+    """Numbers that are all 5 % larger have equal bytes but for the scale: the error is 5 %."""
+    values = torch.randn(8, HEADS, 24)
+    held, again = scaled(1.05 * values, dtype, 0), scaled(values, dtype, 0)
+    assert torch.equal(held.tensor[:, :, :24], again.tensor[:, :, :24])
+    for out in both(state_of((held,), 8), torch.arange(8), Computed((again,), torch.arange(8))):
+        assert torch.allclose((out[0, 0] / out[1, 0]).sqrt(), torch.full((8,), 0.05), rtol=1e-3)
 
 
 def test_equal_bits_give_zero_and_what_is_not_finite_on_one_side_infinity():

@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from canary_core import CachedRequest, Canary, CanaryConfig, Computed, Kind, KVSource, RecomputeJudge, Region, Touch
+from canary_core import (
+    CachedRequest,
+    Canary,
+    CanaryConfig,
+    Computed,
+    Kind,
+    KVSource,
+    RecomputeJudge,
+    Region,
+    Role,
+    Touch,
+)
 from canary_core.plugins import private_hooks
 from canary_core.testing import Findings
 
@@ -139,3 +150,115 @@ def test_what_has_no_numbers_is_told(pool):
     answer = pool.judge.judge(cached, {})
     assert "can be compared as numbers" in answer.reason
     assert "not compared: kv k.0, kv k.1" in answer.table()
+
+
+class CoarsePool(Pool):
+    """The same stored in fp8, as an engine does whose paths agree up to `ROUNDING`: next to no number differs."""
+
+    def __init__(self, whole: bool = True) -> None:
+        super().__init__()
+        self.tensors = [torch.zeros(SLOTS, DIM, dtype=torch.float8_e4m3fn) for _ in range(LAYERS)]
+        sources = tuple(
+            KVSource(tensor, "k", layer, chunk_bytes=DIM, slot_stride_bytes=DIM, dtype=tensor.dtype)
+            for layer, tensor in enumerate(self.tensors)
+        )
+        self.canary.close()
+        self.region = Region("kv", SLOTS, sources)
+        config = CanaryConfig.load(mode="log", silence_s=0, bytes="off")
+        self.canary = Canary([self.region], config, hooks=private_hooks(self.findings))
+        self.judge = RecomputeJudge(self.canary, lambda: ROUNDING, whole)
+
+    def request(self, name: str, noise: float = 0.0, touches: tuple[Touch, ...] = ()) -> "tuple[CachedRequest, dict]":
+        """Both sides, with relative ``noise`` before both are stored, from layer 1 on."""
+        own, other = torch.randperm(SLOTS, generator=self.random)[: 2 * TOKENS].split(TOKENS)
+        for layer, tensor in enumerate(self.tensors):
+            numbers = torch.randn(TOKENS, DIM, generator=self.random)
+            error = 1 + noise * torch.randn(TOKENS, DIM, generator=self.random) if layer else 1
+            tensor[own], tensor[other] = numbers.to(tensor.dtype), (numbers * error).to(tensor.dtype)
+        self.own = own
+        return CachedRequest(name, list(range(TOKENS)), {"kv": own}, touches), {
+            "kv": Computed.within(self.region, other)
+        }
+
+    def taught(self) -> None:
+        """By equal requests, and a few of which a single number differs."""
+        for n in range(16):
+            cached, computed = self.request(f"fresh {n}")
+            if n % 5 == 4:
+                self.step(1, 3)
+            assert self.judge.judge(cached, computed).verdict == ("unjudged" if n % 5 == 4 else "same")
+        assert self.judge.noise.known
+
+    def step(self, layer: int, token: int) -> None:
+        """One number is rounded to the other side."""
+        self.tensors[layer].view(torch.uint8)[self.own[token], 5] ^= 1
+
+
+@pytest.fixture
+def coarse():
+    """One for each test."""
+    made = CoarsePool()
+    yield made
+    made.canary.close()
+
+
+def test_a_step_of_a_coarse_type_and_all_that_it_makes_behind_are_noise(coarse):
+    """Attention takes the step of one number to the layers behind, where all numbers may be a rounding off."""
+    coarse.taught()
+    cached, computed = coarse.request("clean", noise=0.01)
+    assert (tokens := coarse.judge.judge(cached, computed)).verdict == "differs"
+    assert tokens.layers[1].worst > 0.02 > tokens.layers[1].bound
+    cached, computed = coarse.request("clean", noise=0.01)
+    coarse.step(0, 2)
+    answer = coarse.judge.judge(cached, computed)
+    assert answer.verdict == "same"
+    assert answer.layers[0].bound < 0.001
+    assert answer.layers[1].bound > 0.06
+    assert len(coarse.findings.violations) == 1
+
+
+def test_another_scale_of_a_coarse_type_is_found_behind_such_a_step_too(coarse):
+    """One of 1.5 times the other."""
+    coarse.taught()
+    cached, computed = coarse.request("scale")
+    coarse.step(0, 2)
+    held = coarse.tensors[2]
+    held[coarse.own] = (held[coarse.own].float() / 1.5).to(held.dtype)
+    answer = coarse.judge.judge(cached, computed)
+    assert answer.verdict == "differs"
+    assert [(v.layer, v.position) for v in coarse.findings.violations] == [(2, 0)]
+
+
+def test_numbers_near_the_smallest_ones_of_a_coarse_type_are_rounded_by_more(coarse):
+    """V of a layer may be so small that a step is a third of it."""
+    coarse.taught()
+    cached, computed = coarse.request("small")
+    coarse.step(0, 2)
+    for slots in (coarse.own, computed["kv"].slots):
+        small = 0.004 * torch.randn(TOKENS, DIM, generator=torch.Generator().manual_seed(3))
+        noise = 1 + 0.1 * torch.randn(TOKENS, DIM, generator=coarse.random)
+        coarse.tensors[2][slots] = (small * noise).to(torch.float8_e4m3fn)
+    answer = coarse.judge.judge(cached, computed)
+    assert answer.verdict == "same"
+    assert 0.2 < answer.layers[2].bound < 0.3
+
+
+def test_a_shard_is_not_held_to_be_equal_by_what_it_does_not_see():
+    """The step may be in a head of another rank."""
+    pool = CoarsePool(whole=False)
+    pool.taught()
+    assert pool.judge.judge(*pool.request("clean", noise=0.01)).verdict == "same"
+    pool.canary.close()
+
+
+def test_numbers_with_scales_beside_them_are_not_compared_without(coarse):
+    """As in MXFP8: equal values may have other bytes under another scale."""
+    scales = torch.zeros(SLOTS, 1, dtype=torch.uint8)
+    beside = KVSource(scales, "k_scale", 2, chunk_bytes=1, slot_stride_bytes=1, role=Role.SCALE)
+    region = Region("kv", SLOTS, (*coarse.region.sources, beside))
+    canary = Canary([region], coarse.canary.config, hooks=private_hooks(coarse.findings))
+    cached, _ = coarse.request("a")
+    judge = RecomputeJudge(canary, lambda: ROUNDING)
+    answer = judge.judge(cached, {"kv": Computed.within(region, cached.slots["kv"])})
+    assert answer.uncompared == ["kv k.2", "kv k_scale.2"]
+    canary.close()

@@ -95,6 +95,41 @@ def test_broken_engines_are_told_and_the_request_beside_is_well(launch, fault, e
     assert told(done) == [expected]
 
 
+COARSE = {**OPTIONS, "kv_cache_dtype": "fp8_e4m3"}
+"""KV stored in fp8, of which attention has no reference."""
+
+
+def test_clean_traffic_is_well_in_fp8_too(launch):
+    """In bfloat16, where another batch rounds otherwise, and a few numbers fall to another step of fp8."""
+    options = {**COARSE, "dtype": "bfloat16"}
+    done = launch({"options": options}, **ALL).recompute_traffic(prompts=traffic()[:40], new_tokens=60)
+    verdicts = [answer["verdict"] for answer in done["answers"]]
+    assert done["violations"] == []
+    assert "differs" not in verdicts
+    assert verdicts.count("same") >= 20
+    off = launch({"options": options}, CANARY_MODE="off")
+    assert done["outputs"] == off.serve(prompts=traffic()[:40], new_tokens=60)["outputs"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "layer", "rule"),
+    [
+        ("changed_norm", 1, "brought"),
+        ("short_decodes", 1, "attention"),
+        ("skipped_layer", 1, "everywhere"),
+        ("changed_scale", 1, "brought"),
+    ],
+)
+def test_broken_engines_are_told_in_fp8_too(launch, fault, layer, rule):
+    """By the KV alone, up to a few tokens in which no number fell to another step."""
+    done = launch({"options": COARSE}, **BYTES_OFF).recompute_broken(fault=fault, tokens=50)
+    assert done["verdicts"] == ["differs", "same"], done["answers"]
+    ((found, position, request, why),) = told(done)
+    assert (found, request, why) == (layer, "ill", rule)
+    begun = 50 if fault == "short_decodes" else 0
+    assert begun <= position < begun + 8
+
+
 @pytest.mark.parametrize(("how", "options"), [("abort", {"enable_mixed_chunk": True}), ("crowd", {})])
 def test_an_internal_request_gives_way_in_the_middle(launch, how, options):
     """Its request is aborted by the client, or others come: it ends between two chunks."""

@@ -208,7 +208,27 @@ def _skipped_layer(engine: Any, tokens: list[int]) -> None:
             del part.forward
 
 
-FAULTS = {"changed_norm": _changed_norm, "short_decodes": _short_decodes, "skipped_layer": _skipped_layer}
+def _changed_scale(engine: Any, tokens: list[int]) -> None:
+    """K of layer 1 is stored under a scale that it had not when the prefix was; then a hit. SGLang's attention of a CPU
+    gives the pool no scales, others do."""
+    begin(engine, {"before": tokens}, 2)
+    finish(engine, "before")
+    pool = engine.runner.token_to_kv_pool
+    right = pool.set_kv_buffer
+
+    def scaled(layer: Any, *args: Any, **kwargs: Any) -> None:
+        right(layer, *args, **{**kwargs, "k_scale": 1.5} if layer.layer_id == 1 else kwargs)
+
+    pool.set_kv_buffer = scaled
+    begin(engine, {"ill": [*tokens, 7], "well": [2, *tokens[::-1]]}, 2)
+
+
+FAULTS = {
+    "changed_norm": _changed_norm,
+    "short_decodes": _short_decodes,
+    "skipped_layer": _skipped_layer,
+    "changed_scale": _changed_scale,
+}
 
 
 @contextlib.contextmanager

@@ -123,6 +123,7 @@ class Session:
         # Called with a layer, query, key, value and more, behind the layer's number and the result.
         calls = AttentionCalls(attended, "forward", lambda *given, output, **_: (*given[3:6], output))
         self.recomputed = RecomputePairs(self.canary, self._tokens, rounding, self.requests.blocks.names, calls)
+        self.recomputed.whole = runner.vllm_config.parallel_config.world_size == 1
         self.weights = Weights(self.canary, runner, self._patches, self._reloaded)
         quantized = runners.quantized(runner)
         self._scales = WatchedScales(self.canary, quantized, runners.SCALES) if quantized else None

@@ -21,6 +21,7 @@ from canary_core.ops.kernels.words import (
 )
 from canary_core.ops.sources import descriptor
 from canary_core.ops.state import RegionState
+from canary_core.ops.torch.compare_kv import type_of
 from canary_core.ops.upload import upload
 from canary_core.recomputer import Computed
 from canary_core.region import KVSource
@@ -32,7 +33,17 @@ LANES = 64
 WARPS = 4
 LARGEST = tl.constexpr(3.4028234663852886e38)
 
-_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+E4M3 = tl.constexpr(tl.float8e4nv)
+E5M2 = tl.constexpr(tl.float8e5)
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+    torch.int8: tl.int8,
+}
 
 
 def compare_kv(state: RegionState, columns: Sequence[int], slots: Tensor, computed: Computed, out: Tensor) -> None:
@@ -51,7 +62,11 @@ def compare_kv(state: RegionState, columns: Sequence[int], slots: Tensor, comput
         key = f"compare_kv {pair}"
         launcher = state.launches.by_op.get(key)
         if launcher is None:
-            constants = {"HELD": pair[0], "COMPUTED": pair[1], "TILE": TILE, "LANES": LANES}
+            (held_type, held_scale), (type_again, scale_again) = pair
+            constants = {
+                "HELD": held_type, "HELD_SCALE": held_scale, "COMPUTED": type_again, "COMPUTED_SCALE": scale_again,
+                "TILE": TILE, "LANES": LANES,
+            }  # fmt: skip
             # A fused multiplication and addition rounds once, and gives other bits than the reference.
             launcher = Launcher(compare_kv_kernel, state, (), constants, num_warps=WARPS, enable_fp_fusion=False)
             state.launches.by_op[key] = launcher
@@ -62,24 +77,47 @@ def compare_kv(state: RegionState, columns: Sequence[int], slots: Tensor, comput
         launcher((len(places), min(-(-tokens // TILE), MOST_PROGRAMS)), given)
 
 
-def _type(source: KVSource) -> tl.dtype:
-    if source.dtype not in _FLOATS:
-        raise TypeError(f"{source.name}: numbers of {source.dtype} can't be compared")
-    return _FLOATS[source.dtype]
+def _type(source: KVSource) -> tuple[tl.dtype, int]:
+    """The type of its numbers, and bytes of the scale at the end of each chunk."""
+    dtype = type_of(source)
+    if dtype not in _TYPES or dtype is None:
+        raise TypeError(f"{source.name}: numbers of {dtype} can't be compared")
+    return _TYPES[dtype], 4 * (source.scaled is not None)
 
 
 @triton.jit
-def numbers(p_source, slot, m_slot, o_lane, TYPE: tl.constexpr):
-    """Numbers ``o_lane`` of the source at each slot, float32 ``[TILE, LANES]``, and the mask of those there are."""
+def loaded(p_byte, m, TYPE: tl.constexpr):
+    """Numbers at addresses, as float32. Those of eight bits are decoded here: not all devices and interpreters do."""
+    # One return: Triton compiles what follows another.
+    if TYPE == E5M2:
+        # The upper half of a float16.
+        bits = tl.load(p_byte.to(tl.pointer_type(tl.uint8)), mask=m, other=0).to(tl.uint16)
+        found = (bits << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    elif TYPE == E4M3:
+        # A float16 with an exponent less by 8, in which small numbers are exact, too.
+        bits = tl.load(p_byte.to(tl.pointer_type(tl.uint8)), mask=m, other=0).to(tl.uint16)
+        half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
+        found = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    else:
+        found = tl.load(p_byte.to(tl.pointer_type(TYPE)), mask=m, other=0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def numbers(p_source, slot, m_slot, o_lane, TYPE: tl.constexpr, SCALE: tl.constexpr):
+    """Numbers ``o_lane`` of the source at each slot, float32 ``[TILE, LANES]``, times the scale in the last ``SCALE``
+    bytes of their chunk, if any."""
     page_size = tl.load(p_source + SOURCE_PAGE_SIZE)
-    chunk_bytes = tl.load(p_source + SOURCE_CHUNK_BYTES)
+    chunk_bytes = tl.load(p_source + SOURCE_CHUNK_BYTES) - SCALE
     first = tl.load(p_source + SOURCE_ADDRESS) + slot // page_size * tl.load(p_source + SOURCE_PAGE_STRIDE)
     first += slot % page_size * tl.load(p_source + SOURCE_SLOT_STRIDE)
     o_byte = o_lane * (TYPE.primitive_bitwidth // 8)
-    within = o_byte // chunk_bytes * tl.load(p_source + SOURCE_CHUNK_STRIDE) + o_byte % chunk_bytes
+    chunk = o_byte // chunk_bytes * tl.load(p_source + SOURCE_CHUNK_STRIDE)
     m = m_slot[:, None] & (o_byte < chunk_bytes * tl.load(p_source + SOURCE_CHUNKS))[None, :]
-    p_number = (first[:, None] + within[None, :]).to(tl.pointer_type(TYPE))
-    return tl.load(p_number, mask=m, other=0.0).to(tl.float32), m  # [TILE, LANES]
+    found = loaded(first[:, None] + (chunk + o_byte % chunk_bytes)[None, :], m, TYPE)
+    if SCALE:
+        found = found * loaded(first[:, None] + (chunk + chunk_bytes)[None, :], m, tl.float32)
+    return found  # [TILE, LANES]
 
 
 @triton.jit
@@ -104,13 +142,15 @@ def added_up(total, TILE: tl.constexpr, LANES: tl.constexpr):
 @jit("out_half", "out_source", "sources", "tokens")
 def compare_kv_kernel(
     p_descriptors, p_places, p_slots, p_computed, p_out, out_half, out_source, sources, tokens,
-    HELD: tl.constexpr, COMPUTED: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
+    HELD: tl.constexpr, HELD_SCALE: tl.constexpr, COMPUTED: tl.constexpr, COMPUTED_SCALE: tl.constexpr,
+    TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Grid: pairs of sources, times any number of programs over tiles of tokens."""
     i_source = tl.load(p_places + tl.program_id(0))
     p_held = p_descriptors + i_source * SOURCE_FIELDS
     p_again = p_descriptors + (sources + i_source) * SOURCE_FIELDS
-    elements = tl.load(p_held + SOURCE_CHUNKS) * tl.load(p_held + SOURCE_CHUNK_BYTES) // (HELD.primitive_bitwidth // 8)
+    number_bytes = tl.load(p_held + SOURCE_CHUNK_BYTES) - HELD_SCALE
+    elements = tl.load(p_held + SOURCE_CHUNKS) * number_bytes // (HELD.primitive_bitwidth // 8)
     for i in range(tl.program_id(1), (tokens + TILE - 1) // TILE, tl.num_programs(1)):
         o_token = i * TILE + tl.arange(0, TILE).to(tl.int64)
         m_token = o_token < tokens
@@ -121,8 +161,8 @@ def compare_kv_kernel(
         size = tl.zeros([TILE, LANES], tl.float32)
         for first in range(0, elements, LANES):
             o_lane = first + tl.arange(0, LANES).to(tl.int64)
-            held, _ = numbers(p_held, slot, m, o_lane, HELD)
-            again, _ = numbers(p_again, other, m, o_lane, COMPUTED)
+            held = numbers(p_held, slot, m, o_lane, HELD, HELD_SCALE)
+            again = numbers(p_again, other, m, o_lane, COMPUTED, COMPUTED_SCALE)
             finite, finite_too = tl.abs(held) <= LARGEST, tl.abs(again) <= LARGEST
             both = finite & finite_too
             difference = tl.where(both, held, 0.0) - tl.where(both, again, 0.0)

@@ -1,7 +1,9 @@
 """`Comparison`: the KV of a request in the cache against a second computation of it; `Comparing`: one under way."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -9,8 +11,9 @@ from torch import Tensor
 
 from canary_core.ops.backends import choose
 from canary_core.ops.state import RegionState
+from canary_core.ops.torch.compare_kv import elements, type_of
 from canary_core.recomputer import CachedRequest, Computed
-from canary_core.region import KVSource, RegionKind
+from canary_core.region import KVSource, RegionKind, Role
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.watchers.recompute.noise import Errors
 from canary_core.watchers.recompute.parked import ParkedRecords
@@ -18,7 +21,11 @@ from canary_core.watchers.recompute.parked import ParkedRecords
 KINDS = (RegionKind.FULL, RegionKind.WINDOW)
 """Regions of one token a slot, written once."""
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDOFF = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3, torch.int8: 2.0**-6}
+"""Largest relative error of one rounding, of types that nothing is computed in. In int8 that is half a step, 1/127 of
+the largest number of a token and head, and numbers are in the root mean square a quarter of it."""
+SMALLEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e5m2: 2.0**-16}
+"""Distance of the smallest numbers, whose relative error is larger."""
 
 
 class Compared(Protocol):
@@ -60,6 +67,8 @@ class Comparing:
     def __init__(self, canary: Compared, cached: CachedRequest, computed: Mapping[str, Computed]) -> None:
         self._begun: list[tuple[str, Sequence[KVSource], HostCopy]] = []
         self._missing: list[str] = []
+        regions = [state.region for state in canary.states.values()]
+        self._scaled = {one.layer for region in regions for one in region.sources if one.role is Role.SCALE}
         self._before = self._after = None if cached.parked is None else ParkedRecords(canary.states, cached)
         for name, slots in cached.slots.items():
             state, again = canary.states[name], computed.get(name)
@@ -72,7 +81,8 @@ class Comparing:
 
     def _begin(self, backend: str, state: RegionState, slots: Tensor, computed: Computed) -> Sequence[KVSource]:
         again = {source.name: source for source in computed.sources}
-        columns = [i for i, source in enumerate(state.region.sources) if _comparable(source, again.get(source.name))]
+        compared = partial(_comparable, scaled=self._scaled)
+        columns = [i for i, source in enumerate(state.region.sources) if compared(source, again.get(source.name))]
         sources = [state.region.sources[column] for column in columns]
         matched = Computed(tuple(again[source.name] for source in sources), computed.slots)
         out = torch.zeros(2, len(columns), len(slots), device=slots.device)
@@ -96,14 +106,23 @@ def _errors(name: str, sources: Sequence[KVSource], copy: HostCopy) -> Errors:
     (apart, size), there = copy.tensors
     # Anything is infinitely far from zeros; numbers too large to be squared are not judged.
     values = torch.where(apart == 0, 0.0, (apart / size).sqrt()).nan_to_num(nan=0.0, posinf=torch.inf)
-    return Errors(name, sources, there.nonzero()[:, 0].tolist(), values[:, there])
+    roundoffs = [_roundoff(source, sizes[there]) for source, sizes in zip(sources, size, strict=True)]
+    return Errors(name, sources, there.nonzero()[:, 0].tolist(), values[:, there], roundoffs)
 
 
-def _comparable(held: KVSource, again: KVSource | None) -> bool:
-    """Whether both have floats, and equally many in a slot."""
-    return again is not None and _numbers(held) == _numbers(again) != 0
+def _roundoff(source: KVSource, sizes: Tensor) -> float:
+    """See `Errors.roundoffs`. ``sizes``: the sum of squares of each token."""
+    dtype = type_of(source)
+    if dtype is None or dtype not in ROUNDOFF or not len(sizes):
+        return 0.0
+    smallest = 0.0 if source.scaled is not None else SMALLEST.get(dtype, 0.0)
+    usual = float((sizes / elements(source)).sqrt().median())
+    return min(1.0, math.hypot(ROUNDOFF[dtype], smallest / 2 / usual if usual else 1.0))
 
 
-def _numbers(source: KVSource) -> int:
-    """How many floats a slot has, 0 for other types."""
-    return source.slot_bytes // source.dtype.itemsize if source.dtype in FLOATS else 0
+def _comparable(held: KVSource, again: KVSource | None, scaled: Container[int]) -> bool:
+    """Whether both have numbers, and equally many in a slot. ``scaled``: layers with scales in tensors beside the KV,
+    without which bytes are no numbers."""
+    if again is None or (held.dtype in ROUNDOFF and held.layer in scaled):
+        return False
+    return elements(held) == elements(again) != 0

@@ -11,10 +11,9 @@ from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.recomputer import CachedRequest, Computed, Touch
 from canary_core.records import Kind, Phase
-from canary_core.region import KVSource
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.comparison import Compared, Comparing, Comparison
-from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise
+from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise, first_layer
 from canary_core.watchers.recompute.verification import LayerError, Reason, Verification, Verifier
 
 MOST_REASONS = 32
@@ -63,15 +62,17 @@ class RecomputeJudge:
     themselves, in later steps: hand over both sides once the engine is done, between forwards, on the stream of the
     forwards. `Recompute` is for those that compute it at once.
 
-    rounding: gives `Recomputer.rounding`, once the first request is compared.
+    rounding: gives `Recomputer.rounding`, once the first request is compared. whole: whether this process holds the KV
+    of all layers and heads, or only the shard of one rank.
 
     Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_same``,
     ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_unlike``; each new reason for a
     missing verdict is an ``unjudged`` event.
     """
 
-    def __init__(self, canary: RecomputeHost, rounding: Callable[[], float]) -> None:
+    def __init__(self, canary: RecomputeHost, rounding: Callable[[], float], whole: bool = True) -> None:
         self._canary = canary
+        self._whole = whole
         self.rounding = rounding
         self._told: set[str] = set()
 
@@ -149,7 +150,8 @@ class RecomputeJudge:
             return self.unjudged(cached.request, why, "no_numbers", tokens, (), comparison.missing)
         self._canary.count("recomputed_requests")
         self._canary.count("recomputed_tokens", tokens)
-        layers = self._layers(comparison.errors)
+        bounds = self._bounds(comparison)
+        layers = self._layers(comparison.errors, bounds)
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
             return self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, comparison.missing)
@@ -159,7 +161,7 @@ class RecomputeJudge:
             return Verification(cached.request, tokens, "same", None, None, layers, comparison.missing)
         first = min(wrong, key=lambda one: (one.layer, -one.worst / (one.bound or 1)))
         found = next(one for one in comparison.errors if one.region == first.region)
-        finding = self._finding(cached, first, found)
+        finding = self._finding(cached, first, found, bounds[first.region, first.source])
         self._canary.report([finding])
         return Verification(cached.request, tokens, "differs", None, finding.explanation, layers, comparison.missing)
 
@@ -177,25 +179,35 @@ class RecomputeJudge:
             self._told.add(why)
             self._canary.tell(Event("unjudged", "warning", {**about, "reason": why}))
 
-    def _bound(self, region: str, source: KVSource) -> Bound | None:
-        return self.noise.bound(region, source) if self.noise.known else None
+    def _bounds(self, comparison: Comparison) -> dict[tuple[str, str], Bound]:
+        """By region and source; none as long as the noise is not known, or where it was never compared."""
+        if not self.noise.known:
+            return {}
+        compared = comparison.errors
+        # What is not seen may have differed before.
+        first = first_layer(compared) if self._whole and not comparison.missing else -1
+        bounds = {
+            (one.region, source.name): self.noise.bound(one.region, source, roundoff, first)
+            for one in compared
+            for source, roundoff in zip(one.sources, one.roundoffs or [0.0] * len(one.sources), strict=True)
+        }
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
-    def _layers(self, errors: Sequence[Errors]) -> list[LayerError]:
+    def _layers(self, errors: Sequence[Errors], bounds: Mapping[tuple[str, str], Bound]) -> list[LayerError]:
         layers = []
         for one in errors:
             _, medians = one.windows()
             for source, tokens, windows in zip(one.sources, one.values, medians, strict=True):
                 if windows.numel():
-                    bound = self._bound(one.region, source)
+                    bound = bounds.get((one.region, source.name))
                     figures = float(tokens.median()), float(windows.max()), None if bound is None else bound.window
                     layers.append(LayerError(one.region, source.name, source.layer, len(tokens), *figures))
         return layers
 
-    def _finding(self, cached: CachedRequest, first: LayerError, errors: Errors) -> Violation:
+    def _finding(self, cached: CachedRequest, first: LayerError, errors: Errors, bound: Bound) -> Violation:
         """A finding about the first differing layer, at the first differing position."""
         column = next(i for i, source in enumerate(errors.sources) if source.name == first.source)
         source, values = errors.sources[column], errors.values[column]
-        bound = self._bound(errors.region, source) or Bound(0.0, 0.0)
         starts, medians = errors.windows()
         over = [starts[i] for i in (medians[column] > bound.window).nonzero()[:, 0].tolist()]
         window = values[over[0] : over[0] + WINDOW_TOKENS]

@@ -26,18 +26,26 @@ number is rounded, where another path rounds some."""
 UNLIKE = 1 / MARGIN
 """An error too large for noise: a bound learnt from such errors would be the size of the KV, and hide anything."""
 
+NO_LAYER = 1 << 30
+"""Stands for a layer behind all others."""
+
 Key = tuple[str, str]
 """Region and source by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Errors:
-    """Relative L2 errors of one region on the host, float32 ``[sources, n]``, at ``positions`` in ascending order."""
+    """Relative L2 errors of one region on the host, float32 ``[sources, n]``, at ``positions`` in ascending order.
+
+    roundoffs: of each source, the largest relative error of one rounding in the type that the KV is stored in; 0, or
+    none at all, where that is a type that is computed in.
+    """
 
     region: str
     sources: Sequence[KVSource]
     positions: Sequence[int]
     values: Tensor
+    roundoffs: Sequence[float] = ()
 
     def windows(self) -> tuple[list[int], Tensor]:
         """See `windows`."""
@@ -83,6 +91,12 @@ class Noise:
     larger batches with other roundings. Where it can't, single tokens bound the medians, and no layer is taken to be
     more exact than those before it.
 
+    KV in a coarse type, such as fp8, differs by a whole step in the few numbers that two paths round to different
+    sides, and is equal in the others; and attention takes such a step to all tokens and layers behind. So a layer
+    behind the first one that differs in any number may be off by one rounding of that type in all numbers. Where no
+    median of a fresh request was above 0, that first layer itself may be off by as many steps as a rounding of the
+    numbers before they are stored makes, and no more.
+
     rounding: see `Recomputer.rounding`.
     """
 
@@ -92,15 +106,20 @@ class Noise:
         self.tokens = self.requests = 0
         self.paired_tokens = self.paired_requests = 0
         self.equal_tokens = self.equal_requests = 0
+        self._coarse = False
+        self._dense = NO_LAYER
 
     @property
     def known(self) -> bool:
         """Whether enough fresh requests were compared for a verdict."""
-        equal = self.equal_tokens >= EQUAL_TOKENS and self.equal_requests >= EQUAL_REQUESTS
+        tokens, requests = self.equal_tokens, self.equal_requests
+        if self._coarse:
+            # That some differ, and most don't, is usual.
+            tokens, requests = tokens + self.paired_tokens, requests + self.paired_requests
         return (
             (self.tokens >= TAUGHT_TOKENS and self.requests >= TAUGHT_REQUESTS)
             or (self.paired_tokens >= PAIRED_TOKENS and self.paired_requests >= PAIRED_REQUESTS)
-            or (equal and not self.paired_requests)
+            or (tokens >= EQUAL_TOKENS and requests >= EQUAL_REQUESTS and (self._coarse or not self.paired_requests))
         )
 
     def learn(self, paths: Sequence[Sequence[Errors]], rounded: Sequence[Errors]) -> None:
@@ -121,6 +140,8 @@ class Noise:
         else:
             self.equal_requests += 1
             self.equal_tokens += _most_tokens(pair)
+        self._coarse = self._coarse or any(any(errors.roundoffs) for errors in pair)
+        self._dense = min(self._dense, first_layer(pair, dense=True))
         for errors in pair:
             deepest: dict[str, float] = {}
             for source, tokens in sorted(errors.like(), key=lambda one: one[0].layer):
@@ -128,9 +149,18 @@ class Noise:
                 deepest[source.half] = worst = max(worst, deepest.get(source.half, 0.0))
                 self._raise(errors.region, source, Bound(worst, worst))
 
-    def bound(self, region: str, source: KVSource) -> Bound | None:
-        """None where the source was never compared."""
-        return self._bounds.get((region, source.name))
+    def bound(self, region: str, source: KVSource, roundoff: float = 0.0, first: int = NO_LAYER) -> Bound | None:
+        """None where the source was never compared. ``roundoff``: of `Errors.roundoffs`. ``first``: the first layer of
+        the request with any error."""
+        known = self._bounds.get((region, source.name))
+        if known is None or not roundoff:
+            return known
+        if source.layer <= first and source.layer < self._dense:
+            # A change of all numbers by the rounding takes so large a share of them over to the next step, which is
+            # twice the roundoff: the rounding by the step. The root of share times step squared:
+            most = (self._least.window * 2 * roundoff) ** 0.5
+            return Bound(most, most)
+        return Bound(max(known.window, roundoff), max(known.token, roundoff))
 
     def _widen(self, errors: Errors, margin: float) -> None:
         _, medians = errors.windows()
@@ -142,6 +172,17 @@ class Noise:
     def _raise(self, region: str, source: KVSource, least: Bound) -> None:
         known = self._bounds.get((region, source.name), self._least)
         self._bounds[region, source.name] = Bound(max(known.window, least.window), max(known.token, least.token))
+
+
+def first_layer(compared: Sequence[Errors], dense: bool = False) -> int:
+    """The first layer with any error; with ``dense``, with a median of a window that is none of 0. `NO_LAYER` for
+    none."""
+    found = NO_LAYER
+    for errors in compared:
+        rows = errors.windows()[1] if dense else errors.values
+        differing = (source.layer for source, row in zip(errors.sources, rows, strict=True) if bool(row.any()))
+        found = min(found, *differing, NO_LAYER)
+    return found
 
 
 def _most_tokens(compared: Sequence[Errors]) -> int:

@@ -1,7 +1,7 @@
 """A runner's KV cache as regions: one for each group of layers with a block table."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -171,7 +171,8 @@ class VLLMPool(PoolAdapter):
         stores = partial(store, dtype=self._runner.vllm_config.model_config.dtype)
         probe = partial(probe_layout, stores, store.halves, cache, pages, page)
         for piece in self._layouts.of((*store.sort, page), cache, probe):
-            yield piece.source(cache, page, number, layers.element_type(layer, cache))
+            source = piece.source(cache, page, number, layers.element_type(layer, cache))
+            yield replace(source, scaled=layers.scaled_type(layer, piece.chunk_bytes))
 
     def _leave_out(self, names: Sequence[str], reason: str) -> None:
         every = runners.layers(self._runner)
