@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tools.recompute_verdicts import ALL, BYTES_OFF, clean, told
 from tools.recomputes import prompt
 
 from canary_adapters.recompute_requests import TEACHING
@@ -15,8 +16,6 @@ OPTIONS = {
     "max_running_requests": 6,
     "json_model_override_args": json.dumps({"num_hidden_layers": 3}),
 }
-BYTES_OFF = dict(CANARY_READ_CHECK="0", CANARY_SCRUB_BUDGET="0", CANARY_BYTES="off", CANARY_RECOMPUTE="0")
-ALL = dict(CANARY_RECOMPUTE="100%", CANARY_READ_CHECK="0", CANARY_SCRUB_BUDGET="0")
 OVERLAP = {"disable_overlap_schedule": False}
 
 
@@ -33,23 +32,6 @@ def traffic():
 def plain(launch):
     """The same engine without Canary."""
     return launch({"options": OPTIONS}, CANARY_MODE="off")
-
-
-def clean(done):
-    """All judged requests are the same; nothing of the internal ones is left, or went to clients."""
-    verdicts = [answer["verdict"] for answer in done["answers"]]
-    reasons = {answer["reason"] for answer in done["answers"] if answer["verdict"] == "unjudged"}
-    assert done["on"]
-    assert done["violations"] == []
-    assert not done["leaked"]
-    assert not [name for name in done["inserted"] if name.startswith("canary")]
-    assert not [name for name in done["names"] if name.startswith("canary")]
-    assert "differs" not in verdicts
-    assert all("noise" in reason for reason in reasons), reasons
-    stats = done["stats"]
-    assert (stats["attention_layers"], "attention_differs" in stats, "attention_unjudged" in stats) == (3, False, False)
-    assert stats["attention_looks"] == len(verdicts)
-    return len(verdicts), verdicts.count("same")
 
 
 def test_clean_traffic_is_well_and_answers_stay_the_same(plain, launch):
@@ -79,13 +61,6 @@ def test_the_overlap_scheduler_is_well(plain, launch):
     assert judged >= 30
     assert same >= 12
     assert done["outputs"] == plain.serve(prompts=traffic()[:36], new_tokens=60)["outputs"]
-
-
-def told(done):
-    """Layer, position, request and rule of each finding of a recompute."""
-    return [
-        (v["layer"], v["position"], v["request"], v["rule"]) for v in done["violations"] if v["kind"] == "recompute"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,28 @@ def _skipped_layer(engine: Any, tokens: list[int]) -> None:
             del part.forward
 
 
-FAULTS = {"changed_norm": _changed_norm, "short_decodes": _short_decodes, "skipped_layer": _skipped_layer}
+def _short_window(engine: Any, tokens: list[int]) -> None:
+    """Where anybody decodes beside ``ill``, the window is one token shorter than the model's."""
+    backend = engine.runner.attn_backend
+    window = backend.sliding_window_size
+
+    def wrong(batch: Any, row: int, new: slice) -> None:
+        backend.sliding_window_size = window - batch.forward_mode.is_decode()
+
+    def right() -> None:
+        backend.sliding_window_size = window
+
+    with _before_forwards(engine, wrong, right):
+        begin(engine, {"ill": tokens}, DECODED)
+    begin(engine, {"well": tokens[::-1]}, DECODED)
+
+
+FAULTS = {
+    "changed_norm": _changed_norm,
+    "short_decodes": _short_decodes,
+    "skipped_layer": _skipped_layer,
+    "short_window": _short_window,
+}
 
 
 @contextlib.contextmanager

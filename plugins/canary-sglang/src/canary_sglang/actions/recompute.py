@@ -24,8 +24,8 @@ from canary_sglang.actions.agreement import Agreement
 from canary_sglang.actions.held_messages import HeldMessages
 from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
 from canary_sglang.actions.ranks import Ranks
-from canary_sglang.actions.touches import Touches, running, touches
-from canary_sglang.compat import attended, caches, schedulers
+from canary_sglang.actions.touches import Touches, running
+from canary_sglang.compat import attended, caches, runners, schedulers
 
 SPARE = 2
 """An internal request must leave as many tokens free as it takes, and so many pages for each running request."""
@@ -62,10 +62,13 @@ class SchedulerRecompute(InternalRequests):
         self._failed: str | None = None
         self._table: Tensor = runner.req_to_token_pool.req_to_token
         regions = [canary.regions[name] for name in paged]
-        groups = [BlockGroup(r.name, 0, 1) for r in regions if r.kind in KINDS and r.tokens_per_slot == 1]
+        compared = [region for region in regions if region.kind in KINDS and region.tokens_per_slot == 1]
+        groups = [BlockGroup(region.name, number, 1) for number, region in enumerate(compared)]
+        self._runner, self._compared = runner, compared
+        self._all_compared = len(compared) == len(canary.regions)
         model = runner.model_config
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
-        calls = attended.calls(runner, [canary.regions[group.region] for group in groups])
+        calls = attended.calls(runner, compared)
         self.pairs = RecomputePairs(canary, groups, rounding, lambda: [one.rid for one in self._users()], calls)
         self._touched = Touches(self._request)
         self._recomputes = Recomputes(self, self._touched, canary.config.recompute, self._clock)
@@ -216,7 +219,7 @@ class SchedulerRecompute(InternalRequests):
             return False
         cache, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         batch = scheduler.running_batch
-        free = int(allocator.available_size() + cache.evictable_size())
+        free = caches.free_tokens(cache, allocator)
         tokens = target.tokens + int(scheduler.page_size)
         spare = SPARE * int(scheduler.page_size) * len(batch.reqs)
         return scheduler.req_to_token_pool.available_size() > 1 and SPARE * tokens + spare <= free
@@ -256,15 +259,20 @@ class SchedulerRecompute(InternalRequests):
         return self._others_wait() or any(one is self._internal for one in self._scheduler.waiting_queue)
 
     def blocks(self, name: str) -> Sequence[Tensor]:
-        """The slots of a request by position, as the table has them, in the place of blocks."""
+        """The slots of a request by position, in the place of blocks: those of each region that is compared, -1 where a
+        window has passed. As they are now: the row, and the map of windows, have another request's soon."""
         prefix = self.prefix(name)
         if isinstance(prefix, RadixPrefix):
             return prefix.blocks()
         internal = self._internal is not None and self._internal.rid == name
-        row = schedulers.row_number(self._internal if internal else self._request(name))
-        # Of its own: the row has another request's slots soon.
+        request = self._internal if internal else self._request(name)
+        tokens = len(request.origin_input_ids) + len(request.output_ids)
+        return self._slots(self._table[schedulers.row_number(request), :tokens])
+
+    def _slots(self, numbers: Tensor) -> Sequence[Tensor]:
+        """Those of each region, of slots as numbered in the engine's tables."""
         try:
-            return [self._table[row].clone()]
+            return [region.slots_of(numbers) for region in self._compared]
         except torch.OutOfMemoryError:
             # Nothing is compared, on this rank.
             return []
@@ -371,7 +379,7 @@ class SchedulerRecompute(InternalRequests):
                 self.parked = refusal
                 return
             tokens = int(scheduler.token_to_kv_pool_allocator.size)
-            self._prefixes = RadixPrefixes(cache, tokens, schedulers.again_refusal, touches, self._sheltered)
+            self._prefixes = RadixPrefixes(cache, tokens, self._slots, self._sheltered)
             self.parked = self._prefixes.known
 
     def _forget(self) -> None:
@@ -383,7 +391,11 @@ class SchedulerRecompute(InternalRequests):
             messages.close()
 
     def _refusal(self) -> str | None:
-        return self._off or schedulers.recompute_refusal(self._scheduler)
+        if self._off is None and not self._all_compared:
+            return "of models with recurrent states, rings or compressed KV nothing is computed again"
+        windows = any(region.kind is RegionKind.WINDOW for region in self._compared)
+        reads = runners.window_refusal(self._runner) if windows else None
+        return self._off or reads or schedulers.recompute_refusal(self._scheduler)
 
     def _clock(self) -> float:
         return 0.0 if self._agreement is None else self._agreement.clock()
