@@ -3,7 +3,7 @@ rank, by nothing but SGLang and torch.
 
 ``RANKS_FOLDER`` has ``control``, a word and a number of a rank:
 
-- ``ask``: this rank alone asks for all that runs, and writes the answers down; ``ask_again`` later, too.
+- ``ask``: this rank alone asks for all that runs, and writes the answers down.
 - ``scale``: attention of layer 1 is scaled wrongly there, until ``control`` is another.
 - ``off``: Canary ends there, in a batch with an internal request between two chunks if there is one; ``fail``: by an
   error of its own.
@@ -41,7 +41,7 @@ class Rank:
         wanted, _, rank = control().partition(" ")
         if control() != self._phase:
             self._phase, self._decodes, self._done = control(), 0, False
-        self._scale(1.05 if wanted == "scale" and rank == str(self.number) else 1.0)
+        self._set_scale(1.05 if wanted == "scale" and rank == str(self.number) else 1.0)
         self._decodes += batch.forward_mode.is_decode()
         if self._decodes < DECODES or self._done:
             return
@@ -69,7 +69,7 @@ class Rank:
         chunked = self.scheduler.chunked_req
         return chunked is not None and chunked.rid.startswith("canary-recompute")
 
-    def _scale(self, factor: float) -> None:
+    def _set_scale(self, factor: float) -> None:
         from sglang.srt.layers.radix_attention import RadixAttention
 
         model = self.scheduler.tp_worker.model_runner.model

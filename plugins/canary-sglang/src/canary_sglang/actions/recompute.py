@@ -93,14 +93,16 @@ class SchedulerRecompute(InternalRequests):
     def turn(self, scheduler: Any) -> None:
         """The scheduler is about to make a batch. Raises only if the process group fails."""
         self._scheduler = scheduler
-        agreement = self._agreement or self._meet(scheduler)
+        if self._remembers and self._agreement is None:
+            self._meet(scheduler)
         if self._remembers and scheduler.tree_cache is not self._cache:
             self._remember(scheduler)
         if self._active or self._prefixes is not None:
             self.pairs.count(self._recomputes.counted())
         wanted = self.pairs.wanted()
-        if not (wanted or self._active or self._prefixes or self.linked):
+        if not (wanted or self._active or self._remembers or self.linked):
             return
+        agreement = self._agreement or self._meet(scheduler)
         end = self._failed if self._canary.enabled else OFF.format(rank=self._canary.config.rank)
         wanted, ends = agreement.turn(wanted, end)
         if ends:
@@ -109,14 +111,15 @@ class SchedulerRecompute(InternalRequests):
             self._take_turn(wanted, agreement)
 
     def _meet(self, scheduler: Any) -> Agreement:
-        """The first turn: several ranks find out whether all take part."""
-        group, reason = schedulers.deciding_group(scheduler)
-        ranks = Ranks(None if reason is not None else group)
+        """Before anything is done: several ranks find out whether all take part."""
+        ranks = Ranks(None)
+        with self._sheltered():
+            # What can't be done is the same on all ranks.
+            ranks = Ranks(None if self._refusal() is not None else schedulers.deciding_group(scheduler)[0])
         if ranks.size > 1:
-            self._off = self._refusal()
-            if self._off is None and not self._remembers:
+            if not self._remembers:
                 self._off = NOT_FROM_THE_START
-            elif self._off is None and not self.together():
+            elif not self.together():
                 self._off = NOT_ALIKE
             if self._off is not None:
                 # Whoever asks here is told, and nobody waits for other ranks.

@@ -191,11 +191,9 @@ def recompute_refusal(scheduler: Any) -> str | None:
     """Why no request of the engine can be computed again by an internal one, None where it can."""
     args, cache = scheduler.server_args, scheduler.tree_cache
     disaggregation = str(getattr(args, "disaggregation_mode", None) or "null")
-    parts = ("pp_size", "attn_cp_size", "dcp_size")
+    parts = ("pp_size", "dp_size", "attn_cp_size", "dcp_size")
     if any((getattr(args, name, None) or 1) > 1 for name in parts) or disaggregation != "null":
-        return "over stages of a pipeline, over parts of contexts, or with PD disaggregation, nothing is computed again"
-    if getattr(args, "enable_dp_attention", False):
-        return "with data-parallel attention nothing is computed again"
+        return "over ranks that are not tensor-parallel ones, or with PD disaggregation, nothing is computed again"
     algorithm = getattr(scheduler, "spec_algorithm", None)
     if algorithm is not None and not algorithm.is_none():
         return "with speculation nothing is computed again"
