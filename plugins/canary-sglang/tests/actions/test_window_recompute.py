@@ -7,7 +7,10 @@ from tools.recomputes import prompt
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("windows")]
 
-OPTIONS = {"model": "windows", "attention_backend": "triton", "dtype": "float32", "max_total_tokens": 768}
+OPTIONS = {
+    "model": "windows", "attention_backend": "triton", "triton_attention_num_kv_splits": 1, "dtype": "float32",
+    "max_total_tokens": 768,
+}  # fmt: skip
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "SGLANG_SWA_EVICTION_INTERVAL": "1"}
 """Windows give up a token with each forward; by default every 128th."""
 
@@ -34,7 +37,9 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(launch):
 @pytest.fixture(scope="module")
 def engine(launch):
     """One that learns its noise once."""
-    return launch({"options": OPTIONS, "environment": ENVIRONMENT}, **BYTES_OFF, CANARY_CONTROL="write")
+    made = launch({"options": OPTIONS, "environment": ENVIRONMENT}, **BYTES_OFF, CANARY_CONTROL="write")
+    made.parked_teach(tokens=110)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,6 @@ def test_broken_engines_are_told_and_the_request_beside_is_well(engine, fault, e
 
 def test_what_ended_requests_left_is_compared(engine):
     """As far as the window's part of it is still there."""
-    engine.parked_teach()
     engine.parked_prompt(name="left", tokens=prompt("left", 100))
     done = engine.parked_verify(names=["left"])
     assert [(one["verdict"], one["parked"]) for one in done["answers"]] == [("same", True)]

@@ -109,14 +109,14 @@ def recompute_aborted(engine: Any, tokens: int, how: str) -> dict[str, Any]:
     return {**ended, **_left(engine, sent), **findings(engine)}
 
 
-def teach(engine: Any) -> None:
-    """Fresh requests until the noise of the engine is known."""
+def teach(engine: Any, tokens: int = 30) -> None:
+    """Fresh requests with prompts of so many tokens, until the noise of the engine is known."""
     pairs = engine.session.recompute.pairs
     for turn in range(30):
         if pairs.judge.noise.known:
             return
         names = [f"teach {turn}-{i}" for i in range(2)]
-        begin(engine, {name: prompt(name, 30) for name in names}, DECODED)
+        begin(engine, {name: prompt(name, tokens) for name in names}, DECODED)
         verify(engine, *names)
         finish(engine, *names)
     raise RuntimeError("the noise is not known after 60 fresh requests")

@@ -12,12 +12,12 @@ MICROSECONDS = 1e6
 
 
 class Agreement:
-    """Of one scheduler's `Ranks`. Their schedulers make the same batches from the same requests and slots, so internal
-    requests begin and end alike on all, unless a decision depends on a fact that a single rank knows: who has asked
-    there, that rank's clock, and an end of that rank's Canary. These go through `turn`.
+    """Of one scheduler's `Ranks`. Schedulers of all ranks make the same batches from the same requests and slots, so
+    internal requests begin and end alike, unless a decision depends on a fact known to a single rank: an ask there, the
+    rank's clock, the end of the rank's Canary. Such facts go through `turn`.
 
-    As with `Quarantine`, one word is asked for in every `AGREE_EVERY`-th turn and read in the next of these, so that
-    nobody waits. Only after a word do ranks exchange what there is to say. A single rank agrees with itself at once.
+    As with `Quarantine`, one word is asked for in every `AGREE_EVERY`-th turn and read in the next such turn, so nobody
+    waits. Only after a word do ranks exchange the facts themselves. A single rank agrees at once.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -33,12 +33,12 @@ class Agreement:
 
     def idles(self) -> bool:
         """Whether an idle scheduler may look at the `clock` in this turn: over ranks in every other exchange, so that
-        time of the work since the last look is in."""
+        work since the last look is in the time."""
         return self.ranks.size == 1 or self._turn % (2 * AGREE_EVERY) == 0
 
     def turn(self, wanted: Sequence[str], end: str | None) -> tuple[Sequence[str], Sequence[str]]:
-        """One turn of the scheduler's loop, on every rank. ``wanted``: requests asked for on this rank. end: the reason
-        for which this rank can't go on, as long as there is one. Returns both of all ranks."""
+        """One turn of the scheduler's loop, on every rank. ``wanted``: requests asked for on this rank. end: why
+        this rank can't go on; None if it can. Returns both of all ranks."""
         if self.ranks.size == 1:
             return wanted, [] if end is None else [end]
         self._turn += 1

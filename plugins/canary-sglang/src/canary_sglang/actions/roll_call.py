@@ -80,8 +80,8 @@ class RanksRollCall:
 
     def together(self, what: str = ACTS) -> bool:
         """Whether all ranks do ``what`` (`ACTS` on findings, or `RECOMPUTES`) in the same way, and so may wait for each
-        other: the same answer on all ranks, given by the first. Waits for the answer. To be asked only by ranks that
-        do. Without a known store assumed for `ACTS`."""
+        other: the same answer on all ranks, given by the first. Waits for the answer. Not to be asked by a rank without
+        a way of doing so. Without a known store assumed for `ACTS`."""
         try:
             return what == ACTS if self._store is None else self._together(what)
         except Exception:
@@ -154,7 +154,7 @@ def _key(what: object) -> str:
 
 
 def _ways(config: CanaryConfig, guarded: bool) -> dict[str, str]:
-    """How this rank does what it may wait for other ranks in; empty where it does not."""
+    """How this rank does the things done by ranks together; empty for a thing not done."""
     share = config.recompute
     remembers = bool(share) or config.control == "write"
     return {
@@ -164,6 +164,6 @@ def _ways(config: CanaryConfig, guarded: bool) -> dict[str, str]:
 
 
 def _way(given: dict[str, Any] | None, what: str) -> str | None:
-    """How a rank does ``what``; None without a word of it."""
+    """How a rank does ``what``; None without a word."""
     way: str | None = ((given or {}).get("ways") or {}).get(what)
     return way

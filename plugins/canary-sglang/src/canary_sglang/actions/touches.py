@@ -1,4 +1,4 @@
-"""Requests of SGLang's scheduler as recompute counts them, and what touched them."""
+"""Requests of SGLang's scheduler, with touches, as counted by recompute."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from canary_core import Touch
 
 class Touches(TouchedRequests):
     """Touches by the hits and retractions counted by SGLang in each request: nothing is followed meanwhile. ``find``:
-    a running request by its name, None for none."""
+    a running request by name, None for none."""
 
     def __init__(self, find: Callable[[str], Any]) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Touches(TouchedRequests):
 
 
 def touches(request: Any) -> tuple[Touch, ...]:
-    """Those of a request of SGLang's."""
+    """Touches of a request of SGLang's."""
     again = [Touch("preemption", running(request).tokens)] if request.retraction_count else []
     return (*again, *([Touch("hit", int(request.cached_tokens))] if request.cached_tokens else []))
 
