@@ -15,11 +15,6 @@ COHERE2 = dict(
     rope_theta=10000.0, layer_norm_eps=1e-5, logit_scale=1.0, hidden_act="silu", dtype="bfloat16", bos_token_id=1,
     eos_token_id=2, pad_token_id=0, tie_word_embeddings=True, is_hybrid_swa=True, hybrid_layer_pattern=[1, 0, 1, 0],
 )  # fmt: skip
-WINDOWS: dict[str, Any] = {
-    **COHERE2, "sliding_window": 48, "num_hidden_layers": 3, "hybrid_layer_pattern": [1, 0, 1],
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}  # fmt: skip
-"""Windows with room for a verdict."""
 DEEPSEEK_V2 = dict(
     architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", vocab_size=256, hidden_size=64,
     intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
@@ -65,7 +60,6 @@ CPU_MODELS = {
     "llama_small": LLAMA_SMALL,
     "llama_draft": LLAMA_DRAFT,
     "cohere2": COHERE2,
-    "windows": WINDOWS,
     "deepseek_v2": DEEPSEEK_V2,
     "qwen2_vl": QWEN2_VL,
     "deepseek_v4": DEEPSEEK_V4,

@@ -109,14 +109,14 @@ def recompute_aborted(engine: Any, tokens: int, how: str) -> dict[str, Any]:
     return {**ended, **_left(engine, sent), **findings(engine)}
 
 
-def teach(engine: Any, tokens: int = 30) -> None:
-    """Fresh requests with prompts of so many tokens, until the noise of the engine is known."""
+def teach(engine: Any) -> None:
+    """Fresh requests until the noise of the engine is known."""
     pairs = engine.session.recompute.pairs
     for turn in range(30):
         if pairs.judge.noise.known:
             return
         names = [f"teach {turn}-{i}" for i in range(2)]
-        begin(engine, {name: prompt(name, tokens) for name in names}, DECODED)
+        begin(engine, {name: prompt(name, 30) for name in names}, DECODED)
         verify(engine, *names)
         finish(engine, *names)
     raise RuntimeError("the noise is not known after 60 fresh requests")
@@ -195,28 +195,7 @@ def _skipped_layer(engine: Any, tokens: list[int]) -> None:
             del part.forward
 
 
-def _short_window(engine: Any, tokens: list[int]) -> None:
-    """Where anybody decodes beside ``ill``, the window is one token shorter than the model's."""
-    backend = engine.runner.attn_backend
-    window = backend.sliding_window_size
-
-    def wrong(batch: Any, row: int, new: slice) -> None:
-        backend.sliding_window_size = window - batch.forward_mode.is_decode()
-
-    def right() -> None:
-        backend.sliding_window_size = window
-
-    with _before_forwards(engine, wrong, right):
-        begin(engine, {"ill": tokens}, DECODED)
-    begin(engine, {"well": tokens[::-1]}, DECODED)
-
-
-FAULTS = {
-    "changed_norm": _changed_norm,
-    "short_decodes": _short_decodes,
-    "skipped_layer": _skipped_layer,
-    "short_window": _short_window,
-}
+FAULTS = {"changed_norm": _changed_norm, "short_decodes": _short_decodes, "skipped_layer": _skipped_layer}
 
 
 @contextlib.contextmanager

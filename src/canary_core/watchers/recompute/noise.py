@@ -105,13 +105,12 @@ class Noise:
         else:
             self.equal_requests += 1
             self.equal_tokens += _most_tokens(pair)
-        found = [(errors.region, *one) for errors in pair for one in zip(errors.sources, errors.values, strict=True)]
-        deepest: dict[str, float] = {}
-        # Layers of several regions take turns.
-        for region, source, tokens in sorted(found, key=lambda one: one[1].layer):
-            worst = MARGIN * float(tokens.max()) if tokens.numel() else 0.0
-            deepest[source.half] = worst = max(worst, deepest.get(source.half, 0.0))
-            self._raise(region, source, Bound(worst, worst))
+        for errors in pair:
+            deepest: dict[str, float] = {}
+            for source, tokens in sorted(zip(errors.sources, errors.values, strict=True), key=lambda one: one[0].layer):
+                worst = MARGIN * float(tokens.max()) if tokens.numel() else 0.0
+                deepest[source.half] = worst = max(worst, deepest.get(source.half, 0.0))
+                self._raise(errors.region, source, Bound(worst, worst))
 
     def bound(self, region: str, source: KVSource) -> Bound | None:
         """None where the source was never compared."""
