@@ -242,7 +242,7 @@ class RecomputePairs:
 
     def _slots(self, group: BlockGroup, blocks: Sequence[int] | torch.Tensor, tokens: int) -> torch.Tensor:
         if isinstance(blocks, torch.Tensor):
-            return self._canary.regions[group.region].slots_of(blocks[:tokens])
+            return blocks[:tokens]
         return upload(slots_of(blocks, group.block, tokens), self._canary.device)
 
 

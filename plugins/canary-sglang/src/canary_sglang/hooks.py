@@ -12,7 +12,8 @@ import torch
 from canary_core import CanaryConfig, Event, Level, PluginError, ViolationError, Watchdog, emit, hook_manager
 from canary_sglang.actions.protection import Protection
 from canary_sglang.actions.quarantine import Quarantine
-from canary_sglang.actions.roll_call import RanksRollCall
+from canary_sglang.actions.recompute import SchedulerRecompute
+from canary_sglang.actions.roll_call import RECOMPUTES, RanksRollCall
 from canary_sglang.allocator.lifetime import allocator_hooks
 from canary_sglang.batches.draft_hooks import DraftHooks
 from canary_sglang.compat import ranks, runners, schedulers, targets
@@ -44,6 +45,7 @@ class Hooks:
         self._drafts = DraftHooks(lambda runner: self._by_runner.get(id(runner)))
         self._quarantine: Quarantine | None = None
         self._roll_call: RanksRollCall | None = None
+        self._recompute: SchedulerRecompute | None = None
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -104,6 +106,8 @@ class Hooks:
         if self._quarantine is not None:
             hook_manager().unregister(self._quarantine)
             self._quarantine = None
+        if self._recompute is not None and not self._recompute.linked:
+            self._recompute = None
 
     def _allocated(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         if not runners.awaits_resize(runner):
@@ -126,7 +130,7 @@ class Hooks:
         self._close([s for s in self.sessions if model is None or s.model == model])
         others = self.sessions
         if model is None:
-            self._roll_call = _called(runner, self._config)
+            self._roll_call, self._recompute = _called(runner, self._config), None
         session = attach_runner(runner, self._config, others[0].requests if others else None)
         if model is None and self._roll_call is not None:
             if session is not None:
@@ -136,7 +140,9 @@ class Hooks:
         if session is not None:
             self._by_runner[id(runner)] = session
             if session.model is None:
-                self.session = session
+                self.session, self._recompute = session, session.recompute
+                if session.recompute is not None and self._roll_call is not None:
+                    session.recompute.together = partial(self._roll_call.together, RECOMPUTES)
             self._drafts.register(runner)
 
     def _close(self, sessions: Iterable[Session]) -> None:
@@ -181,11 +187,10 @@ class Hooks:
                 self._begin_batch(self._config, scheduler, batch)
                 for session in self.sessions:
                     tokens[session] = schedulers.computed_tokens(scheduler, batch, session.model is not None)
-        served = self.session
-        if served is None or served.recompute is None:
+        if self._recompute is None:
             result = original(scheduler, *args, **kwargs)
         else:
-            with served.recompute.made(scheduler, batch, tokens.get(served, 0)):
+            with self._recompute.made(scheduler, args[0] if args else kwargs["batch"]):
                 result = original(scheduler, *args, **kwargs)
         for session in self.sessions:
             # Here the current stream is the scheduler's. With the overlap scheduler it is not that of the forwards, and
@@ -237,14 +242,14 @@ class Hooks:
             self._roll_call.require()
         if self._quarantine is not None:
             self._quarantine.turn(scheduler)
-        if self.session is not None and self.session.recompute is not None:
-            self.session.recompute.turn(scheduler)
+        if self._recompute is not None:
+            self._recompute.turn(scheduler)
 
     def _idle(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         for session in self.sessions:
             session.canary.step.idle()
-        if self.session is not None and self.session.recompute is not None:
-            self.session.recompute.idle(scheduler)
+        if self._recompute is not None:
+            self._recompute.idle(scheduler)
 
     def _loop(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         # The engine has started: no request has come yet.

@@ -1,13 +1,13 @@
 """Requests that SGLang's scheduler computes again: clean ones are never told, broken ones are, by their KV alone."""
 
 import pytest
+from tools.recompute_verdicts import ALL, clean, told
 from tools.recomputes import ASKED, OPTIONS, prompt
 
 from canary_adapters.recompute_requests import TEACHING
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
 
-ALL = dict(CANARY_RECOMPUTE="100%", CANARY_READ_CHECK="0", CANARY_SCRUB_BUDGET="0")
 OVERLAP = {"disable_overlap_schedule": False}
 
 
@@ -24,23 +24,6 @@ def traffic():
 def plain(launch):
     """The same engine without Canary."""
     return launch({"options": OPTIONS}, CANARY_MODE="off")
-
-
-def clean(done):
-    """All judged requests are the same; nothing of the internal ones is left, or went to clients."""
-    verdicts = [answer["verdict"] for answer in done["answers"]]
-    reasons = {answer["reason"] for answer in done["answers"] if answer["verdict"] == "unjudged"}
-    assert done["on"]
-    assert done["violations"] == []
-    assert not done["leaked"]
-    assert not [name for name in done["inserted"] if name.startswith("canary")]
-    assert not [name for name in done["names"] if name.startswith("canary")]
-    assert "differs" not in verdicts
-    assert all("noise" in reason for reason in reasons), reasons
-    stats = done["stats"]
-    assert (stats["attention_layers"], "attention_differs" in stats, "attention_unjudged" in stats) == (3, False, False)
-    assert stats["attention_looks"] == len(verdicts)
-    return len(verdicts), verdicts.count("same")
 
 
 def test_clean_traffic_is_well_and_answers_stay_the_same(plain, launch):
@@ -70,13 +53,6 @@ def test_the_overlap_scheduler_is_well(plain, launch):
     assert judged >= 30
     assert same >= 12
     assert done["outputs"] == plain.serve(prompts=traffic()[:36], new_tokens=60)["outputs"]
-
-
-def told(done):
-    """Layer, position, request and rule of each finding of a recompute."""
-    return [
-        (v["layer"], v["position"], v["request"], v["rule"]) for v in done["violations"] if v["kind"] == "recompute"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +98,7 @@ def test_clean_traffic_is_well_in_fp8_too(launch):
 )
 def test_broken_engines_are_told_in_fp8_too(launch, fault, layer, rule):
     """By the KV alone, up to a few tokens in which no number fell to another step."""
-    done = launch({"options": COARSE}, **BYTES_OFF).recompute_broken(fault=fault, tokens=50)
+    done = launch({"options": COARSE}, **ASKED).recompute_broken(fault=fault, tokens=50)
     assert done["verdicts"] == ["differs", "same"], done["answers"]
     ((found, position, request, why),) = told(done)
     assert (found, request, why) == (layer, "ill", rule)

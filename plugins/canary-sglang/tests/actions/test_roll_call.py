@@ -115,25 +115,52 @@ def test_where_no_rank_is_guarded_each_has_told_why(findings):
     assert told(findings) == []
 
 
-@pytest.mark.parametrize(
-    ("ways", "together"),
-    [(("abort", "abort"), True), (("abort", "quarantine"), False), (("abort", None), False), ((None, "abort"), False),
-     (("report", "abort"), False)],
-)  # fmt: skip
-def test_ranks_act_together_only_where_all_do(ways, together):
-    """All of those that ask have the same answer. One that is not there, or does not act, would not take part in what
-    they wait for."""
-    store, answers = HashStore(), {}
-    calls = {n: RanksRollCall(CanaryConfig(on_violation=way), PAIR, n, store) for n, way in enumerate(ways) if way}
-    for one in calls.values():
-        one.say(GUARDED)
-    asking = {n: one for n, one in calls.items() if ways[n] != "report"}
-    threads = [threading.Thread(target=lambda n=n: answers.update({n: asking[n].together()})) for n in asking]
+def together(calls, asking, *what):
+    """Each asking rank's answer: all ask at once."""
+    answers = {}
+    threads = [threading.Thread(target=lambda n=n: answers.update({n: calls[n].together(*what)})) for n in asking]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert answers == dict.fromkeys(asking, together)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("ways", "all_do"),
+    [(("abort", "abort"), True), (("abort", "quarantine"), False), (("abort", None), False), ((None, "abort"), False),
+     (("report", "abort"), False)],
+)  # fmt: skip
+def test_ranks_act_together_only_where_all_do(ways, all_do):
+    """All of those that ask have the same answer. One that is not there, or does not act, would not take part in what
+    they wait for."""
+    store = HashStore()
+    calls = {n: RanksRollCall(CanaryConfig(on_violation=way), PAIR, n, store) for n, way in enumerate(ways) if way}
+    for one in calls.values():
+        one.say(GUARDED)
+    asking = [n for n in calls if ways[n] != "report"]
+    assert together(calls, asking) == dict.fromkeys(asking, all_do)
+
+
+@pytest.mark.parametrize(
+    ("settings", "guarded", "all_do"),
+    [
+        (({"recompute": "5%"}, {"recompute": "5%"}), (True, True), True),
+        (({"control": "write"}, {"control": "write"}), (True, True), True),
+        (({"recompute": "5%"}, {"recompute": "5%"}), (True, False), False),
+        (({"recompute": "5%"}, {"recompute": "6%"}), (True, True), False),
+        (({"recompute": "5%", "control": "write"}, {"recompute": "5%"}), (True, True), False),
+        (({}, {"recompute": "5%"}), (True, True), False),
+    ],
+)
+def test_ranks_recompute_together_only_where_all_do(settings, guarded, all_do):
+    """Those that don't, or are unguarded, do not ask."""
+    store = HashStore()
+    calls = [RanksRollCall(CanaryConfig(**given), PAIR, n, store) for n, given in enumerate(settings)]
+    for call, is_guarded in zip(calls, guarded, strict=True):
+        call.say(GUARDED if is_guarded else None)
+    asking = [n for n in (0, 1) if settings[n] and guarded[n]]
+    assert together(calls, asking, roll_call.RECOMPUTES) == dict.fromkeys(asking, all_do)
 
 
 @pytest.mark.parametrize(

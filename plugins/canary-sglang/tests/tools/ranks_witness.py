@@ -100,10 +100,13 @@ def canary_violation(violation: Any) -> None:
     tell({"violation": violation.fields()})
 
 
+COUNTED = ("ranks_", "recompute", "attention_")
+
+
 @hookimpl
 def canary_event(event: Any) -> None:
-    """Everything else; of the counts those of ranks that are compared."""
+    """Everything else; of the counts those of ranks that are compared, and of requests that are computed again."""
     if event.name != "stats":
         tell({"event": event.name, **event.fields})
-    elif counts := {name: count for name, count in event.fields.items() if name.startswith("ranks_")}:
+    elif counts := {name: count for name, count in event.fields.items() if name.startswith(COUNTED)}:
         tell({"compared": counts})

@@ -75,5 +75,6 @@ class AttentionTurns:
             position=found.position,
             request=cached.request,
             rule=found.deviation,
+            rank=self._canary.config.rank,
             detail=found.detail,
         )

@@ -229,6 +229,7 @@ class RecomputeJudge:
             position=position,
             request=cached.request,
             rule=_rule(first.layer, everywhere, touch),
+            rank=self._canary.config.rank,
             detail=_detail(first, cached),
         )
 

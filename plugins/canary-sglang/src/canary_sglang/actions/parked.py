@@ -1,7 +1,7 @@
 """`RadixPrefixes`: KV of ended requests in SGLang's radix cache, remembered to be computed again."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from canary_adapters import LOST_ADAPTER, ParkedPrefix, ParkedPrefixes, is_internal
-from canary_core import Patches, Touch
-from canary_sglang.compat import caches
+from canary_core import Patches
+from canary_sglang.actions.touches import touches
+from canary_sglang.compat import caches, schedulers
 
 NONE = array("q")
 
@@ -19,9 +20,11 @@ NONE = array("q")
 class RadixPrefix(ParkedPrefix):
     """Takes the place of SGLang's own request in the making of an internal one. content: int64 ids of whole pages.
     cache: the prefix cache, asked anew each time, without a lock and without a change to the order of eviction.
-    extra_key, cache_salt: as in the request's key there."""
+    slots: those of each region, of slots as numbered in the engine's tables. extra_key, cache_salt: as in the request's
+    key there."""
 
     cache: Any
+    slots: Callable[[Tensor], Sequence[Tensor]]
     extra_key: str | None = None
     cache_salt: str | None = None
 
@@ -38,29 +41,28 @@ class RadixPrefix(ParkedPrefix):
         tokens: the next hit reads the present ones."""
         return caches.matched(self.cache, self.content, self.extra_key, self.cache_salt)[0]
 
-    def blocks(self) -> list[Tensor]:
-        """Slots by position, numbered as in the engine's tables, in the place of blocks; no more than are left."""
-        return [caches.matched_slots(self.cache, self.content, self.extra_key, self.cache_salt)]
+    def blocks(self) -> Sequence[Tensor]:
+        """Slots of each region by position, in the place of blocks; no more than are left."""
+        return self.slots(caches.matched_slots(self.cache, self.content, self.extra_key, self.cache_salt))
 
 
 class RadixPrefixes:
     """Follows the KV taken by the ``cache`` of a scheduler from ended requests, until `close`.
 
-    ``tokens``: size of the pool. ``why_not``: reason against a second computation of a request, None for none.
-    ``touches``: those of a request. ``sheltered``: a context for code that is not the engine's.
+    ``tokens``: size of the pool. ``slots``: see `RadixPrefix`. ``sheltered``: a context for code that is not the
+    engine's.
     """
 
     def __init__(
         self,
         cache: Any,
         tokens: int,
-        why_not: Callable[[Any], str | None],
-        touches: Callable[[Any], tuple[Touch, ...]],
+        slots: Callable[[Tensor], Sequence[Tensor]],
         sheltered: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.cache = cache
         self.known = ParkedPrefixes.of_cache(tokens)
-        self._why_not, self._touches, self._sheltered = why_not, touches, sheltered
+        self._slots, self._sheltered = slots, sheltered
         self._patches = Patches()
         self._patches.wrap(cache, "insert_req", self._inserts)
 
@@ -80,7 +82,7 @@ class RadixPrefixes:
         return insert
 
     def _ended(self, request: Any, tokens: int) -> None:
-        why = self._why_not(request)
+        why = schedulers.again_refusal(request)
         if why is None and request.lora_id is not None:
             why = LOST_ADAPTER
         content = NONE
@@ -90,7 +92,7 @@ class RadixPrefixes:
             content = array("q", ids[: len(ids) // page * page])
         self.known.add(
             RadixPrefix(
-                name=request.rid, content=content, touches=self._touches(request), why=why, cache=self.cache,
-                extra_key=request.extra_key, cache_salt=request.cache_salt,
+                name=request.rid, content=content, touches=touches(request), why=why, cache=self.cache,
+                slots=self._slots, extra_key=request.extra_key, cache_salt=request.cache_salt,
             )
         )  # fmt: skip

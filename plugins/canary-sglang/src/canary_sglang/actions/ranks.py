@@ -15,7 +15,7 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._flag = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._said = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._asked: Any = None
         self.size = 1 if group is None else torch.distributed.get_world_size(group)
 
@@ -24,12 +24,12 @@ class Ranks:
         told = self._gather(value)
         return all(bool(other == value) for other in told)
 
-    def ask(self, has: bool) -> None:
-        """Asks all ranks whether any has a finding; ``has``: whether this one does. Does not wait: the answer comes
-        while the engine works."""
-        self._flag = torch.tensor([int(has)], device="cpu")
+    def ask(self, has: bool, *numbers: int) -> None:
+        """Asks all ranks whether any has a finding; ``has``: whether this one does. Of each of ``numbers`` the largest
+        of all ranks is asked for beside. Does not wait: the answer comes while the engine works."""
+        self._said = torch.tensor([int(has), *numbers], dtype=torch.int64, device="cpu")
         self._asked = torch.distributed.all_reduce(
-            self._flag, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
+            self._said, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
         )
 
     def anybody_had(self) -> bool:
@@ -38,7 +38,11 @@ class Ranks:
         if self._asked is None:
             return False
         self._asked.wait()
-        return bool(self._flag)
+        return bool(self._said[0])
+
+    def largest(self) -> list[int]:
+        """The numbers of the last `ask`, after `anybody_had`; none before the first one."""
+        return [int(number) for number in self._said[1:]]
 
     def agree(self, found: Sequence[Suspect], gone: Sequence[Suspect]) -> tuple[list[Suspect], list[Suspect]]:
         """Suspects ``found`` by any rank, and those ``gone`` by any rank's word, in the same order on all. Waits for

@@ -1,7 +1,7 @@
 """`SchedulerRecompute`: has SGLang's scheduler compute requests again by internal ones, and compares both."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,20 +15,26 @@ from canary_adapters import (
     RecomputePairs,
     Recomputes,
     Running,
-    TouchedRequests,
     is_internal,
     model_rounding,
     recompute_off,
 )
-from canary_core import Canary, RegionKind, Touch
+from canary_core import Canary, RegionKind
+from canary_sglang.actions.agreement import Agreement
 from canary_sglang.actions.held_messages import HeldMessages
 from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
+from canary_sglang.actions.ranks import Ranks
+from canary_sglang.actions.touches import Touches, running
 from canary_sglang.compat import attended, caches, schedulers
 
 SPARE = 2
 """An internal request must leave as many tokens free as it takes, and so many pages for each running request."""
 
 KINDS = (RegionKind.FULL, RegionKind.WINDOW)
+
+NOT_FROM_THE_START = "of several ranks that takes CANARY_CONTROL=write or CANARY_RECOMPUTE when the engine starts"
+NOT_ALIKE = "not all ranks have requests computed again in the same way, or some are unguarded: they can't do it alike"
+OFF = "Canary was switched off on rank {rank}"
 
 
 class SchedulerRecompute(InternalRequests):
@@ -38,21 +44,33 @@ class SchedulerRecompute(InternalRequests):
     With a share, or with ``CANARY_CONTROL=write``, prefixes left by ended requests in the prefix cache are remembered,
     too. With a share an idle scheduler computes them again.
 
+    Over ranks each one calls all methods at the same places of its loop, has the same internal requests, and compares
+    its own shard. Its decisions follow from requests, slots and an `Agreement`. So the end of one rank's Canary ends
+    nothing before all ranks know.
+
     `turn` belongs before the making of a batch, `made` around the run of a batch, `idle` in a turn without a batch.
     ``runner``: the `ModelRunner` of the served model. ``paged``: regions numbered by the engine's slot table.
+
+    together: whether all ranks do this alike; asked once, before the first exchange, where there are several.
     """
 
     def __init__(self, canary: Canary, runner: Any, paged: Sequence[str]) -> None:
         self._canary = canary
+        self.together: Callable[[], bool] = lambda: False
+        self._agreement: Agreement | None = None
+        self._off: str | None = None
+        self._failed: str | None = None
         self._table: Tensor = runner.req_to_token_pool.req_to_token
         regions = [canary.regions[name] for name in paged]
-        groups = [BlockGroup(r.name, 0, 1) for r in regions if r.kind in KINDS and r.tokens_per_slot == 1]
+        compared = [region for region in regions if region.kind in KINDS and region.tokens_per_slot == 1]
+        groups = [BlockGroup(region.name, number, 1) for number, region in enumerate(compared)]
+        self._compared = compared
         model = runner.model_config
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
-        calls = attended.calls(runner, [canary.regions[group.region] for group in groups])
+        calls = attended.calls(runner, compared)
         self.pairs = RecomputePairs(canary, groups, rounding, lambda: [one.rid for one in self._users()], calls)
-        self._touched = _Touches(self._request)
-        self._recomputes = Recomputes(self, self._touched, canary.config.recompute)
+        self._touched = Touches(self._request)
+        self._recomputes = Recomputes(self, self._touched, canary.config.recompute, self._clock)
         self._active = bool(canary.config.recompute)
         self.parked = "that takes CANARY_CONTROL=write or CANARY_RECOMPUTE when the engine starts"
         self._remembers = self._active or canary.config.control == "write"
@@ -66,21 +84,50 @@ class SchedulerRecompute(InternalRequests):
         self._making = self._drop_late = False
         self._told = False
 
+    @property
+    def linked(self) -> bool:
+        """Whether other ranks wait for this one at each turn, also after `close`."""
+        return self._agreement is not None and self._agreement.ranks.size > 1
+
     def turn(self, scheduler: Any) -> None:
-        """The scheduler is about to make a batch."""
+        """The scheduler is about to make a batch. Raises only if the process group fails."""
         self._scheduler = scheduler
+        if self._remembers and self._agreement is None:
+            self._meet(scheduler)
         if self._remembers and scheduler.tree_cache is not self._cache:
             self._remember(scheduler)
+        if self._active or self._prefixes is not None:
+            self.pairs.count(self._recomputes.counted())
         wanted = self.pairs.wanted()
-        self._active = self._active or bool(wanted)
-        if not self._active and self._prefixes is None:
+        if not (wanted or self._active or self._remembers or self.linked):
             return
-        if not self._canary.enabled:
-            self.close()
-            return
-        self.pairs.count(self._recomputes.counted())
-        if not self._active:
-            return
+        agreement = self._agreement or self._meet(scheduler)
+        end = self._failed if self._canary.enabled else OFF.format(rank=self._canary.config.rank)
+        wanted, ends = agreement.turn(wanted, end)
+        if ends:
+            self._end(ends[0])
+        elif wanted or self._active:
+            self._take_turn(wanted, agreement)
+
+    def _meet(self, scheduler: Any) -> Agreement:
+        """Before anything is done: several ranks find out whether all take part."""
+        ranks = Ranks(None)
+        with self._recomputes.sheltered():
+            # What can't be done is the same on all ranks.
+            ranks = Ranks(None if self._refusal() is not None else schedulers.deciding_group(scheduler)[0])
+        if ranks.size > 1:
+            if not self._remembers:
+                self._off = NOT_FROM_THE_START
+            elif not self.together():
+                self._off = NOT_ALIKE
+            if self._off is not None:
+                # Whoever asks here is told, and nobody waits for other ranks.
+                ranks, self._remembers, self.parked = Ranks(None), False, self._off
+        self._agreement = Agreement(ranks)
+        return self._agreement
+
+    def _take_turn(self, wanted: Sequence[str], agreement: Agreement) -> None:
+        self._active = True
         for request in wanted:
             self._recomputes.want(request)
         with self._recomputes.sheltered():
@@ -88,16 +135,31 @@ class SchedulerRecompute(InternalRequests):
             self._look_at_settings()
             self._batch = None
             if self._messages is None and self._prefixes is not None:
-                self._messages = HeldMessages(scheduler, self._leave)
+                self._messages = HeldMessages(self._scheduler, self._leave)
             self._recomputes.before()
-            if self._prefixes is not None and schedulers.is_idle(scheduler):
+            if self._prefixes is not None and agreement.idles() and schedulers.is_idle(self._scheduler):
                 self._recomputes.idle()
             self._go_on()
 
+    def _end(self, reason: str) -> None:
+        """The same turn on all ranks: one of them, or the only one, can't go on."""
+        self._agreement, self._off = Agreement(Ranks(None)), reason
+        with self._recomputes.sheltered():
+            self._drop()
+            self._recomputes.give_way()
+            self._go_on()
+            self._internal = None
+            self._recomputes.stop(reason)
+            self._remembers, self.parked = False, reason
+            self._forget()
+        if not self._canary.enabled:
+            self.close()
+        elif self._canary.config.recompute:
+            self._canary.tell(recompute_off(reason))
+
     @contextlib.contextmanager
-    def made(self, scheduler: Any, batch: Any, tokens: int) -> Iterator[None]:
-        """Context of a run of ``batch`` with so many tokens; afterwards an internal request completed by the run is
-        compared."""
+    def made(self, scheduler: Any, batch: Any) -> Iterator[None]:
+        """Context of a run of ``batch``; afterwards an internal request completed by the run is compared."""
         if not self._active or self._scheduler is not scheduler:
             yield
             return
@@ -106,7 +168,7 @@ class SchedulerRecompute(InternalRequests):
         self._making = True
         with self._recomputes.sheltered():
             self._batch = batch
-            pairs = self._recomputes.after(tokens)
+            pairs = self._recomputes.after(schedulers.computed_tokens(scheduler, batch))
             self._leave_queue()
             watched = self._attended(batch)
         with watched:
@@ -125,7 +187,10 @@ class SchedulerRecompute(InternalRequests):
             self._compare(pairs)
 
     def close(self) -> None:
-        """Ends the present internal request. Open calls of `ask` fail."""
+        """Ends the present internal request; over ranks in a later `turn`. Open calls of `ask` fail."""
+        if self.linked:
+            self.pairs.close()
+            return
         with self._recomputes.sheltered():
             self._drop()
             self._recomputes.close()
@@ -135,7 +200,7 @@ class SchedulerRecompute(InternalRequests):
 
     def running(self) -> Sequence[Running]:
         """See `InternalRequests`."""
-        return [_running(one) for one in self._users() if one.output_ids and self._why_not(one) is None]
+        return [running(one) for one in self._users() if one.output_ids and schedulers.again_refusal(one) is None]
 
     def find(self, name: str) -> Running | None:
         """See `InternalRequests`. Of several requests with one name any."""
@@ -143,7 +208,7 @@ class SchedulerRecompute(InternalRequests):
         if prefix is not None:
             return Running(name, prefix.left(), 0, prefix.number)
         request = self._request(name)
-        return None if request is None else _running(request)
+        return None if request is None else running(request)
 
     def room(self, request: str) -> bool:
         """Free slots, with those of the prefix cache as for any other request, a row of the table, and an empty
@@ -179,7 +244,7 @@ class SchedulerRecompute(InternalRequests):
         why = self._refusal()
         if target is None:
             target = self._request(request)
-            why = why or self._why_not(target)
+            why = why or schedulers.again_refusal(target)
         if why is None:
             self._target = target
             self._internal = schedulers.internal_request(self._scheduler, name, target, tokens)
@@ -200,14 +265,23 @@ class SchedulerRecompute(InternalRequests):
         return self._others_wait() or any(one is self._internal for one in self._scheduler.waiting_queue)
 
     def blocks(self, name: str) -> Sequence[Tensor]:
-        """The slots of a request by position, as the table has them, in the place of blocks."""
+        """The slots of a request by position, in the place of blocks: those of each region that is compared. Of
+        their own: the row has another request's soon."""
         prefix = self.prefix(name)
         if isinstance(prefix, RadixPrefix):
             return prefix.blocks()
         internal = self._internal is not None and self._internal.rid == name
-        row = schedulers.row_number(self._internal if internal else self._request(name))
-        # Of its own: the row has another request's slots soon.
-        return [self._table[row].clone()]
+        request = self._internal if internal else self._request(name)
+        tokens = len(request.origin_input_ids) + len(request.output_ids)
+        return self._slots(self._table[schedulers.row_number(request), :tokens])
+
+    def _slots(self, numbers: Tensor) -> Sequence[Tensor]:
+        """Those of each region, of slots as numbered in the engine's tables."""
+        try:
+            return [region.slots_of(numbers) for region in self._compared]
+        except torch.OutOfMemoryError:
+            # Nothing is compared, on this rank.
+            return []
 
     def end(self, name: str) -> None:
         """Out of the queue, or between two chunks. After the last chunk a request ends anyway."""
@@ -228,7 +302,7 @@ class SchedulerRecompute(InternalRequests):
 
     def _attended(self, batch: Any) -> contextlib.AbstractContextManager[None]:
         """Around the run of ``batch``: one layer's attention to an internal request is kept."""
-        internal = self._internal
+        internal = self._internal if self._canary.enabled else None
         if internal is None or not batch.forward_mode.is_extend() or all(one is not internal for one in batch.reqs):
             return contextlib.nullcontext()
         # Requests of users may have one name.
@@ -238,6 +312,8 @@ class SchedulerRecompute(InternalRequests):
         return self.pairs.attention.forward(begun, counts, lambda: names)
 
     def _compare(self, pairs: Sequence[RecomputePair]) -> None:
+        if not self._canary.enabled:
+            return
         with self._canary.guard("recompute"), torch.inference_mode():
             if pairs:
                 with schedulers.forward_stream(self._scheduler):
@@ -309,7 +385,7 @@ class SchedulerRecompute(InternalRequests):
                 self.parked = refusal
                 return
             tokens = int(scheduler.token_to_kv_pool_allocator.size)
-            self._prefixes = RadixPrefixes(cache, tokens, self._why_not, _touches, self._recomputes.sheltered)
+            self._prefixes = RadixPrefixes(cache, tokens, self._slots, self._recomputes.sheltered)
             self.parked = self._prefixes.known
 
     def _forget(self) -> None:
@@ -321,17 +397,10 @@ class SchedulerRecompute(InternalRequests):
             messages.close()
 
     def _refusal(self) -> str | None:
-        return schedulers.recompute_refusal(self._scheduler)
+        return self._off or schedulers.recompute_refusal(self._scheduler)
 
-    def _why_not(self, request: Any) -> str | None:
-        if schedulers.embedded(request) or getattr(request, "multimodal_inputs", None) is not None:
-            return "embeddings or media stand in the place of tokens"
-        sessions = (getattr(request, name, None) for name in ("session", "session_id"))
-        if schedulers.searches_beams(request) or any(one is not None for one in sessions):
-            return "it is a beam search, or in a session that goes on"
-        if getattr(request, "token_type_ids", None) is not None:
-            return "its tokens are of more than one type"
-        return None
+    def _clock(self) -> float:
+        return 0.0 if self._agreement is None else self._agreement.clock()
 
     def _look_at_settings(self) -> None:
         """Says once why ``CANARY_RECOMPUTE`` has no effect here."""
@@ -347,33 +416,8 @@ class SchedulerRecompute(InternalRequests):
     def failed(self) -> None:
         """See `InternalRequests`."""
         self._active = self._remembers = False
+        self._failed = str(self.parked)
         self._forget()
         self.pairs.close()
         if self._scheduler is not None:
             self._leave_queue()
-
-
-class _Touches(TouchedRequests):
-    """Touches by the hits and retractions counted by SGLang in each request: nothing is followed meanwhile."""
-
-    def __init__(self, find: Any) -> None:
-        super().__init__()
-        self._find = find
-
-    def of(self, name: str) -> tuple[Touch, ...]:
-        """See `TouchedRequests`."""
-        request = self._find(name)
-        return () if request is None else _touches(request)
-
-
-def _touches(request: Any) -> tuple[Touch, ...]:
-    again = [Touch("preemption", _running(request).tokens)] if request.retraction_count else []
-    return (*again, *([Touch("hit", int(request.cached_tokens))] if request.cached_tokens else []))
-
-
-def _running(request: Any) -> Running:
-    # The last token has no KV yet, or gets it in the forward under way.
-    tokens = len(request.origin_input_ids) + len(request.output_ids) - 1 if len(request.output_ids) else 0
-    # Two requests may have one name.
-    life = hash((id(request), request.retraction_count))
-    return Running(request.rid, tokens, max(0, tokens - len(request.origin_input_ids)), life)

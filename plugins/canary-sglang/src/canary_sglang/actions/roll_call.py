@@ -21,6 +21,12 @@ ATTACH_S = 600.0
 
 WAIT_S = 0.25
 
+ACTS = "acts"
+"""Acts on findings (``CANARY_ON_VIOLATION``)."""
+
+RECOMPUTES = "recomputes"
+"""Has requests computed again, or remembers prefixes for that (``CANARY_RECOMPUTE``, ``CANARY_CONTROL=write``)."""
+
 VERSION = f"{core_version}, canary-sglang {__version__}"
 ADVICE = "SGLang's processes have the environment of the command that starts them, on each machine its own"
 NOT_GUARDED = "has not said that it is guarded: there Canary is not installed, not asked for, or failed to start"
@@ -51,7 +57,8 @@ class RanksRollCall:
     def say(self, canary: Canary | None, reason: str = "") -> None:
         """The rank is guarded by ``canary``, or unguarded, for ``reason``; empty where there is nothing to guard."""
         if self._store is not None:
-            self._say(answer(self._config, VERSION, canary, reason))
+            ways = _ways(self._config, canary is not None and canary.enabled)
+            self._say({**answer(self._config, VERSION, canary, reason), "ways": ways})
 
     def begin(self) -> None:
         """The engine has started. Again: does nothing."""
@@ -71,27 +78,28 @@ class RanksRollCall:
         """Nobody looks any more."""
         self._over.set()
 
-    def together(self) -> bool:
-        """Whether all ranks act on findings in the same way, and so may wait for each other: the same answer on all
-        ranks, given by the first. Waits for the answer. Assumed without a known store."""
+    def together(self, what: str = ACTS) -> bool:
+        """Whether all ranks do ``what`` (`ACTS` on findings, or `RECOMPUTES`) in the same way, and so may wait for each
+        other: the same answer on all ranks, given by the first. Waits for the answer. Not to be asked by a rank without
+        a way of doing so. Without a known store assumed for `ACTS`."""
         try:
-            return self._store is None or self._together()
+            return what == ACTS if self._store is None else self._together(what)
         except Exception:
             # A store that is gone.
             return False
 
-    def _together(self) -> bool:
+    def _together(self, what: str) -> bool:
+        key = _key(f"together/{what}")
         if self._own == 0:
-            said = self._wait()
-            ways = {_way(given) for given in said}
-            self._store.set(_key("together"), b"yes" if len(ways) == 1 and None not in ways else b"no")
+            ways = {_way(given, what) for given in self._wait()}
+            self._store.set(key, b"yes" if len(ways) == 1 and not ways & {None, ""} else b"no")
         began = time.monotonic()
-        while not self._store.check([_key("together")]):
+        while not self._store.check([key]):
             first, waited = self._read(0), time.monotonic() - began
-            if waited > (LOOK_S if first is None else ATTACH_S) or (first and _way(first) == "report"):
+            if waited > (LOOK_S if first is None else ATTACH_S) or (first and not _way(first, what)):
                 return False
             time.sleep(WAIT_S)
-        return bytes(self._store.get(_key("together"))) == b"yes"
+        return bytes(self._store.get(key)) == b"yes"
 
     def _say(self, given: dict[str, object]) -> None:
         if self._store is not None:
@@ -145,8 +153,17 @@ def _key(what: object) -> str:
     return f"canary/guarded/{what}"
 
 
-def _way(given: dict[str, Any] | None) -> str | None:
-    """How a rank acts on findings."""
-    settings = (given or {}).get("settings") or {}
-    way: str | None = settings.get("CANARY_ON_VIOLATION")
+def _ways(config: CanaryConfig, guarded: bool) -> dict[str, str]:
+    """How this rank does the things done by ranks together; empty for a thing not done."""
+    share = config.recompute
+    remembers = bool(share) or config.control == "write"
+    return {
+        ACTS: config.on_violation if config.on_violation != "report" else "",
+        RECOMPUTES: f"{share.share} {share.verdicts} {config.control == 'write'}" if guarded and remembers else "",
+    }
+
+
+def _way(given: dict[str, Any] | None, what: str) -> str | None:
+    """How a rank does ``what``; None without a word."""
+    way: str | None = ((given or {}).get("ways") or {}).get(what)
     return way

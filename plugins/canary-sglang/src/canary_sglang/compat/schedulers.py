@@ -193,14 +193,14 @@ def corrupted(message: str) -> Any:
 def recompute_refusal(scheduler: Any) -> str | None:
     """Why no request of the engine can be computed again by an internal one, None where it can."""
     args, cache = scheduler.server_args, scheduler.tree_cache
-    ranks = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size")
-    if any((getattr(args, name, None) or 1) > 1 for name in ranks) or disaggregated.side(scheduler) != "null":
-        return "over ranks, or with PD disaggregation, nothing is computed again"
+    parts = ("pp_size", "dp_size", "attn_cp_size", "dcp_size")
+    if any((getattr(args, name, None) or 1) > 1 for name in parts) or disaggregated.side(scheduler) != "null":
+        return "over ranks that are not tensor-parallel ones, or with PD disaggregation, nothing is computed again"
     algorithm = getattr(scheduler, "spec_algorithm", None)
     if algorithm is not None and not algorithm.is_none():
         return "with speculation nothing is computed again"
     if getattr(scheduler, "is_hybrid_swa", False) or cache.supports_mamba():
-        return "models with windows or recurrent states are not computed again"
+        return "models with recurrent states, or with windows in a pool of their own, are not computed again"
     if getattr(args, "enable_hierarchical_cache", False) or getattr(args, "enable_lmcache", False):
         return "a tier of the prefix cache would keep what is computed, or bring it"
     if getattr(args, "dllm_algorithm", None) is not None or getattr(args, "enable_hisparse", False):
@@ -209,6 +209,18 @@ def recompute_refusal(scheduler: Any) -> str | None:
 
     if not hasattr(Req, "_refresh_fill_ids"):
         return "this release of SGLang keeps no KV outside of the prefix cache between chunks: 0.5.21 does"
+    return None
+
+
+def again_refusal(request: Any) -> str | None:
+    """Why a request can't be computed again, None where it can."""
+    if embedded(request) or getattr(request, "multimodal_inputs", None) is not None:
+        return "embeddings or media stand in the place of tokens"
+    sessions = (getattr(request, name, None) for name in ("session", "session_id"))
+    if searches_beams(request) or any(one is not None for one in sessions):
+        return "it is a beam search, or in a session that goes on"
+    if getattr(request, "token_type_ids", None) is not None:
+        return "its tokens are of more than one type"
     return None
 
 
