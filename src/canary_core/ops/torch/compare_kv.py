@@ -76,7 +76,7 @@ def numbers(source: KVSource, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _at(storage: torch.UntypedStorage, dtype: torch.dtype, places: Tensor) -> Tensor:
-    """What is at ``places``, in bytes from the begin of ``storage``."""
+    """Numbers at ``places``, in bytes from the begin of ``storage``."""
     memory = torch.empty(0, dtype=dtype, device=places.device)
     return memory.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))[places // dtype.itemsize]
 
