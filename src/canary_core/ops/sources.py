@@ -32,6 +32,11 @@ _FLOAT_BITS: dict[torch.dtype, tuple[int, int, int]] = {
 }
 
 
+def type_of(source: KVSource) -> torch.dtype | None:
+    """The type of a source's numbers, None where unknown."""
+    return source.dtype if source.scaled is None else source.scaled
+
+
 class SourceShape(NamedTuple):
     """The compile-time constants of a source in a kernel."""
 

@@ -19,9 +19,8 @@ from canary_core.ops.kernels.words import (
     SOURCE_PRESENT,
     SOURCE_SLOT_STRIDE,
 )
-from canary_core.ops.sources import descriptor
+from canary_core.ops.sources import descriptor, type_of
 from canary_core.ops.state import RegionState
-from canary_core.ops.torch.compare_kv import type_of
 from canary_core.ops.upload import upload
 from canary_core.recomputer import Computed
 from canary_core.region import KVSource

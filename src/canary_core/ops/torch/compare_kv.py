@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from canary_core.ops.sources import type_of
 from canary_core.ops.state import RegionState
 from canary_core.recomputer import Computed
 from canary_core.region import KVSource
@@ -41,11 +42,6 @@ def compare_kv(state: RegionState, columns: Sequence[int], slots: Tensor, comput
         out[1, i] = torch.where(compared, _sum_of_squares(size), 0)
 
 
-def type_of(source: KVSource) -> torch.dtype | None:
-    """The type of its numbers, None where they are not known."""
-    return source.dtype if source.scaled is None else source.scaled
-
-
 def elements(source: KVSource) -> int:
     """Numbers of a slot, 0 where these are of no type of `TYPES`."""
     dtype = type_of(source)
@@ -76,7 +72,7 @@ def numbers(source: KVSource, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _at(storage: torch.UntypedStorage, dtype: torch.dtype, places: Tensor) -> Tensor:
-    """What is at ``places``, in bytes from the begin of ``storage``."""
+    """Numbers at ``places``, in bytes from the begin of ``storage``."""
     memory = torch.empty(0, dtype=dtype, device=places.device)
     return memory.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))[places // dtype.itemsize]
 

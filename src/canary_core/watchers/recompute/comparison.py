@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from canary_core.ops.backends import choose
+from canary_core.ops.sources import type_of
 from canary_core.ops.state import RegionState
-from canary_core.ops.torch.compare_kv import elements, type_of
+from canary_core.ops.torch.compare_kv import elements
 from canary_core.recomputer import CachedRequest, Computed
 from canary_core.region import KVSource, RegionKind, Role
 from canary_core.runtime.host_copy import HostCopy
@@ -22,10 +23,10 @@ KINDS = (RegionKind.FULL, RegionKind.WINDOW)
 """Regions of one token a slot, written once."""
 
 ROUNDOFF = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3, torch.int8: 2.0**-6}
-"""Largest relative error of one rounding, of types that nothing is computed in. In int8 that is half a step, 1/127 of
-the largest number of a token and head, and numbers are in the root mean square a quarter of it."""
+"""Largest relative error of one rounding, of types for storage alone. In int8: half a step, of 1/127 of the largest
+number of a token and head, where the root mean square of the numbers is a quarter of the largest."""
 SMALLEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e5m2: 2.0**-16}
-"""Distance of the smallest numbers, whose relative error is larger."""
+"""Distance of the smallest numbers, with their larger relative error."""
 
 
 class Compared(Protocol):

@@ -37,8 +37,8 @@ Key = tuple[str, str]
 class Errors:
     """Relative L2 errors of one region on the host, float32 ``[sources, n]``, at ``positions`` in ascending order.
 
-    roundoffs: of each source, the largest relative error of one rounding in the type that the KV is stored in; 0, or
-    none at all, where that is a type that is computed in.
+    roundoffs: of each source, the largest relative error of one rounding in the type of the stored KV; 0, or none at
+    all, for a type of computations.
     """
 
     region: str
@@ -91,11 +91,11 @@ class Noise:
     larger batches with other roundings. Where it can't, single tokens bound the medians, and no layer is taken to be
     more exact than those before it.
 
-    KV in a coarse type, such as fp8, differs by a whole step in the few numbers that two paths round to different
-    sides, and is equal in the others; and attention takes such a step to all tokens and layers behind. So a layer
-    behind the first one that differs in any number may be off by one rounding of that type in all numbers. Where no
-    median of a fresh request was above 0, that first layer itself may be off by as many steps as a rounding of the
-    numbers before they are stored makes, and no more.
+    KV in a coarse type, such as fp8, differs by a whole step in the few numbers rounded to different sides by two
+    paths, and is equal in all others; attention takes such a step to all tokens and layers behind. So a layer behind
+    the first one with a different number may be off by one rounding of the type in all numbers. Where no median of a
+    fresh request was above 0, the first layer may be off by as many steps as a rounding of the numbers before the
+    store makes, and no more.
 
     rounding: see `Recomputer.rounding`.
     """
@@ -150,7 +150,7 @@ class Noise:
                 self._raise(errors.region, source, Bound(worst, worst))
 
     def bound(self, region: str, source: KVSource, roundoff: float = 0.0, first: int = NO_LAYER) -> Bound | None:
-        """None where the source was never compared. ``roundoff``: of `Errors.roundoffs`. ``first``: the first layer of
+        """None for a source without any comparison. ``roundoff``: of `Errors.roundoffs`. ``first``: the first layer of
         the request with any error."""
         known = self._bounds.get((region, source.name))
         if known is None or not roundoff:
@@ -175,8 +175,7 @@ class Noise:
 
 
 def first_layer(compared: Sequence[Errors], dense: bool = False) -> int:
-    """The first layer with any error; with ``dense``, with a median of a window that is none of 0. `NO_LAYER` for
-    none."""
+    """The first layer with any error; with ``dense``, with a median of a window above 0. `NO_LAYER` for none."""
     found = NO_LAYER
     for errors in compared:
         rows = errors.windows()[1] if dense else errors.values

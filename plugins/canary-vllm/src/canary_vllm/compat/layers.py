@@ -87,15 +87,12 @@ def element_type(layer: Any, cache: Tensor) -> torch.dtype | None:
     return cache.dtype if cache.dtype.is_floating_point else None
 
 
-SCALE_BYTES = 4
-
-
 def scaled_type(layer: Any, chunk_bytes: int) -> torch.dtype | None:
     """Type of a head's numbers in chunks of ``chunk_bytes`` that end with the head's scale, see `KVSource.scaled`; None
     for a layer without scales of single tokens, or in another form."""
     known: dict[str, torch.dtype] = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
     kind = known.get(str(getattr(layer, "kv_cache_dtype", "")))
-    if kind is None or chunk_bytes != int(layer.head_size) + SCALE_BYTES:
+    if kind is None or chunk_bytes != int(layer.head_size) + 4:
         return None
     # AMD's fp8 has other numbers.
     return kind if kind == torch.int8 else getattr(layer.impl, "fp8_dtype", kind)
