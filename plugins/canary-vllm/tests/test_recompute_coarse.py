@@ -45,15 +45,8 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(small):
 
 def test_weights_that_changed_under_a_kept_cache_are_told_at_a_hit(small):
     """The KV of a hit is not what the weights of now compute; a request that hits nothing is well."""
-    prompt = verified.prompt("weights")
     with guarded.guard(small, **QUIET) as guard:
-        verified.teach(small)
-        verified.begin(small, 2, {"before": prompt})
-        verified.finish(small)
-        with verified.scaled(small, "model.layers.0.post_attention_layernorm.weight", 1.05):
-            verified.begin(small, 2, {"hits": prompt, "fresh": verified.prompt("fresh")})
-            hits, fresh = verified.verify(small, "hits", "fresh")
-            verified.finish(small)
+        hits, fresh = verified.hit_under_other_weights(small)
         assert (hits.verdict, fresh.verdict) == ("differs", "same")
         ((layer, position, request, rule),) = told(guard)
         # In the first token few numbers may be in another step.

@@ -113,6 +113,20 @@ def scaled(small: SmallEngine, name: str, factor: float) -> Iterator[None]:
         parameter.data.copy_(kept)
 
 
+def hit_under_other_weights(small: SmallEngine) -> list[Verification]:
+    """A norm's weight changes under a kept cache, once the noise is known. Verdicts on ``hits``, with a prompt served
+    before, and on ``fresh``."""
+    tokens = prompt("weights")
+    teach(small)
+    begin(small, 2, {"before": tokens})
+    finish(small)
+    with scaled(small, "model.layers.0.post_attention_layernorm.weight", 1.05):
+        begin(small, 2, {"hits": tokens, "fresh": prompt("fresh")})
+        answers = verify(small, "hits", "fresh")
+        finish(small)
+    return answers
+
+
 @contextmanager
 def short_decodes(small: SmallEngine, request: str) -> Iterator[None]:
     """Where ``request`` decodes, attention is given one token less than there are."""

@@ -20,7 +20,7 @@ MOST_REASONS = 32
 """Different reasons of missing verdicts told by events."""
 
 UNKNOWN = "the noise of this engine is not known yet: more fresh requests must be verified first"
-UNLIKE = (
+FAR_APART = (
     "this engine computed a fresh request twice, and some of its KV is as far apart as that of unrelated tokens: no "
     "noise is learnt from such a request"
 )
@@ -132,7 +132,7 @@ class RecomputeJudge:
         if far is not None:
             self._canary.count("recompute_unlike")
             source, position, error = far
-            self.doubt(UNLIKE, request=cached.request, source=source.name, position=position, error=error)
+            self.doubt(FAR_APART, request=cached.request, source=source.name, position=position, error=error)
         return far is None and comparison.finite
 
     def verdict(self, cached: CachedRequest, comparison: Comparison) -> Verification:
