@@ -15,19 +15,25 @@ WANTED = "canary_wanted"
 """The same with requests that somebody asks a worker for."""
 
 
-def mark(output: Any, word: Mark, wanted: Callable[[], Sequence[str]] = list) -> None:
-    """Attaches ``word``, and requests ``wanted`` of the scheduler, to ``output`` of a runner, which may be made later.
-    An output without requests is shared."""
+def mark(
+    output: Any, word: Mark, wanted: Callable[[], Sequence[str]] = list, made: Callable[[], None] | None = None
+) -> None:
+    """Attaches ``word``, and requests ``wanted`` of the scheduler, to ``output`` of a runner, which may be made later,
+    in another thread. An output without requests is shared. ``made``: called when the output's tokens are on the
+    host."""
     if hasattr(output, "get_output"):
-        made = output.get_output
+        make = output.get_output
 
         def get_output() -> Any:
-            result = made()
-            mark(result, word, wanted)
+            result = make()
+            mark(result, word, wanted, made)
             return result
 
         output.get_output = get_output
-    elif getattr(output, "req_ids", None):
+        return
+    if made is not None:
+        made()
+    if getattr(output, "req_ids", None):
         setattr(output, MARK, word)
         asked = wanted()
         if asked:

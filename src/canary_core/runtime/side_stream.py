@@ -131,6 +131,10 @@ class SideStream:
         self._kept += self._read
         self._read.clear()
 
+    def wait(self) -> None:
+        """The host waits for the work issued here, but not for postponed work. From any thread."""
+        self._stream.synchronize()
+
     def follow(self) -> None:
         """Later work of the current stream waits for the work issued here before the last `join`, called by anybody."""
         self._done.wait(self._current())

@@ -175,7 +175,7 @@ class Hooks:
         batch, result = args if len(args) == 2 else (kwargs.get("batch", args and args[0]), kwargs.get("result"))
         answers = self.session.sampled.answers
         if isinstance(self._quarantine, Protection):
-            return self._quarantine.taking(lambda: answers.processed(process, batch, result), scheduler, batch)
+            return self._quarantine.taking(lambda: answers.processed(process, batch, result), scheduler, batch, result)
         return answers.processed(process, batch, result)
 
     def _batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

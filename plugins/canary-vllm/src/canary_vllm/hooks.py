@@ -190,7 +190,7 @@ class Hooks:
         if (session := self._sessions.get(id(runner))) is not None:
             with session.canary.guard("mark"):
                 session.leaves()
-                mark(output, session.word, session.recomputed.wanted)
+                mark(output, session.word, session.recomputed.wanted, session.judge)
 
     @contextmanager
     def _sheltered(self, what: str) -> Iterator[None]:

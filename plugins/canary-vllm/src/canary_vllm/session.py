@@ -164,6 +164,11 @@ class Session:
         if self._loads is not None:
             self._loads.brought.late()
 
+    def judge(self) -> None:
+        """The tokens of the step are on the host. From any thread."""
+        with self.canary.guard("judge"):
+            self.canary.step.reader.judge()
+
     @property
     def word(self) -> Mark:
         """Sent with each output of the runner."""

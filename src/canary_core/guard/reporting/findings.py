@@ -64,6 +64,8 @@ class Reporter:
         self.read_back = ReadBack(workspace.shared, workspace.proof.tallies)
         self.memory = WrongMemory(workspace)
         self._late = workspace.device.type != "cpu"
+        self.in_time = False
+        """Whether what a check before a forward finds is read before the forward's tokens are given out, on a GPU."""
         self._acted_on = self._config.on_violation != "report"
         self.known = Known()
         ring_rows = workspace.config.ring_rows
@@ -319,7 +321,9 @@ class Reporter:
         if self._acted_on and not waits:
             from canary_core.guard.reporting import verdicts
 
-            verdicts.tell(self._switch, self._config, violation and self._told(violation), self._late)
+            in_time = self.in_time and violation is not None and violation.phase in _BEFORE
+            late = self._late and not in_time
+            verdicts.tell(self._switch, self._config, violation and self._told(violation), late)
 
     def _deliver(self, violation: Violation) -> None:
         self.known.tell(key := key_of(violation))
@@ -418,6 +422,9 @@ class Reporter:
             return hash((*key, _known(row[Row.POSITION]), self.writers.name(row[Row.WRITER])))
         return hash(key)
 
+
+_BEFORE = frozenset({Phase.PRE_FORWARD, Phase.EVENT})
+"""Phases of findings that are there before a forward's tokens."""
 
 _FOUND = frozenset({Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE, Kind.READ_LENGTH})
 """Kinds with a `Violation.found_value`, and one in their rows."""

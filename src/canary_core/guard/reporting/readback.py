@@ -1,4 +1,5 @@
-"""`ReadBack`: the host's late, non-blocking read of the counters and the violation ring."""
+"""`ReadBack`: the host's late, non-blocking read of the counters and the violation ring; `RowsTold`: the number of rows
+in the ring, on the host as soon as the engine has its tokens."""
 
 import time
 from dataclasses import dataclass
@@ -22,9 +23,28 @@ class HostRead:
     tallies: list[list[int]] | None
 
 
+class RowsTold:
+    """The number of rows in the violation ring, copied to one word of pinned host memory after each forward on its
+    stream. Whoever waits for later work of that stream, as an engine does for sampled tokens, has waited for the word,
+    which only grows."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._rows = shared.counters[Counter.ROWS : Counter.ROWS + 1]
+        self._word = torch.zeros_like(self._rows, device="cpu", pin_memory=self._rows.is_cuda)
+
+    def send(self) -> None:
+        """Starts a copy on the current stream. Never captured, never waits."""
+        self._word.copy_(self._rows, non_blocking=True)
+
+    @property
+    def number(self) -> int:
+        """As of the last copy that has arrived."""
+        return int(self._word)
+
+
 class ReadBack:
     """Copies counters to pinned host memory at the end of a step and returns them at the end of a later one; the ring
-    follows only when the counters show something in it. Never waits, except in `collect_now`."""
+    follows only when the counters show something in it. Never waits, except in `collect_now` and `collect_beside`."""
 
     def __init__(self, shared: Shared, tallies: Tensor | None = None) -> None:
         self._shared = shared
@@ -37,7 +57,8 @@ class ReadBack:
         self._with_tallies = False
         self._in_flight = False
         self._with_ring = False
-        self._seen = 0
+        self.seen = 0
+        """Number of rows taken from the ring, or given up as dropped."""
         self._began = 0.0
         self._refused = 0
 
@@ -69,6 +90,17 @@ class ReadBack:
             self._proof.wait()
         return self._open()
 
+    def collect_beside(self, number: int) -> HostRead:
+        """The first ``number`` rows since the start, as far as they are new, beside kernels that run. The kernels with
+        these rows have ended; waits for two copies alone."""
+        device = self._shared.counters.device
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            counters, ring = HostCopy(self._shared.counters), HostCopy(self._shared.ring)
+            counters.wait()
+            ring.wait()
+            self._with_tallies, self._with_ring = False, True
+            return self._read(counters.tensors[0], ring.tensors[0], number)
+
     def release(self) -> None:
         """No read follows: gives the ring back, and the memory on the host."""
         self._counters = self._ring = HostCopy()
@@ -87,22 +119,24 @@ class ReadBack:
 
     def _open(self) -> HostRead:
         self._in_flight = False
-        (host_counters,), (host_ring,) = self._counters.tensors, self._ring.tensors
+        return self._read(self._counters.tensors[0], self._ring.tensors[0])
+
+    def _read(self, host_counters: Tensor, host_ring: Tensor, number: int | None = None) -> HostRead:
         counters: list[int] = host_counters.tolist()
         counters[Counter.RECORDED_SLOTS] = sum(counters[COUNTERS + RECORDED :: GAUGES])
         tallies: list[list[int]] | None = None
         if self._with_tallies and self._proof is not None:
             tallies = self._proof.tensors[0].tolist()
-        total = counters[Counter.ROWS]
-        if total == self._seen or not self._with_ring:
-            self._with_ring = total > self._seen
+        total = counters[Counter.ROWS] if number is None else number
+        if total <= self.seen or not self._with_ring:
+            self._with_ring = total > self.seen
             return HostRead(counters, [], 0, tallies)
         size = host_ring.shape[0]
-        numbers = torch.arange(self._seen, min(total, self._seen + 2 * size), device="cpu")
+        numbers = torch.arange(self.seen, min(total, self.seen + 2 * size), device="cpu")
         candidates = host_ring[numbers % size]
         rows: list[list[int]] = candidates[candidates[:, Row.SEQUENCE] == numbers + 1].tolist()
-        dropped = total - self._seen - len(rows)
-        self._seen = total
+        dropped = total - self.seen - len(rows)
+        self.seen = total
         self._with_ring = False
         # In stream order after the copy, so rows that come in between find their place still taken, not overwritten.
         self._shared.counters[Counter.DRAINED].fill_(total)

@@ -1,13 +1,18 @@
 """`Reader`: the host's look, at intervals, at the device's counters and findings."""
 
 import time
+from threading import RLock
 from typing import Protocol
 
 from canary_core.guard.recorder import Recorder
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
+from canary_core.guard.reporting.readback import RowsTold
 from canary_core.runtime.workspace import Workspace
 from canary_core.watchers.audit.running import RunningAudit
+
+MOST_AHEAD = 4
+"""Forwards since the last `Reader.judge`, after which the tokens of some count as given out."""
 
 
 class Late(Protocol):
@@ -41,10 +46,45 @@ class Reader:
             self.late.append(recorder.ranks)
         self.lookout: Lookout | None = None
         """Told that forwards go on."""
+        acts, late = workspace.config.on_violation == "protect", workspace.device.type != "cpu"
+        self._told = RowsTold(workspace.shared) if acts and late else None
+        self._forwards = self._ahead = 0
+        # An engine may ask for verdicts in a thread of its own.
+        self._lock = RLock()
+
+    def end(self, forwards: int, due: bool) -> None:
+        """At the end of a step, on the stream of the forwards; never captured, never waits. ``forwards``: how many
+        began on the host so far. ``due``: whether to `read`."""
+        if self._told is not None:
+            self._told.send()
+            self._ahead += 1
+            if self._ahead > MOST_AHEAD:
+                self._findings.in_time = False
+        if due:
+            self.read(forwards)
 
     def read(self, forwards: int) -> None:
-        """At the end of a step, on the stream of the forwards; never captured, never waits. ``forwards``: how many
-        began on the host so far."""
+        """Where `end` does, and while the engine idles."""
+        self._forwards = forwards
+        with self._lock:
+            self._read(forwards)
+
+    def judge(self) -> None:
+        """The engine has waited for the tokens of a forward, or for later work of its stream, and gives them out next:
+        hands what was found up to then to the plugins. Waits only where something was found. From any thread. Does
+        nothing unless ``CANARY_ON_VIOLATION=protect``, nor on a CPU, where `read` has done so."""
+        if self._told is None:
+            return
+        self._ahead, self._findings.in_time = 0, True
+        number = self._told.number
+        if number <= self._findings.read_back.seen:
+            return
+        if self._workspace.side is not None:
+            self._workspace.side.wait()
+        with self._lock:
+            self._findings.open(self._findings.read_back.collect_beside(number), self._forwards)
+
+    def _read(self, forwards: int) -> None:
         side, captured, now = self._workspace.side, self._recorder.captured, time.monotonic()
         # What runs beside the engine's stream is read, and told how far to go, where it runs.
         with self._workspace.beside(side is not None and side.open):

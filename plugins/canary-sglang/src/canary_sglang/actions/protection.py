@@ -36,14 +36,15 @@ class Protection(Quarantine):
     compared before (`Verdict.stands`), is queued again and keeps the tokens; any other ends with a retryable error.
     Nodes with the slot leave the prefix cache with all below.
 
-    Without the overlap scheduler, acts right before the result of the step is taken. The overlap scheduler makes one
-    batch more before, so there requests are taken before the next batch is made, and queued after the result has been
-    taken and their tokens passed by. Where neither is possible, acts as a `Quarantine`.
+    Acts right before the result of the step is taken. The overlap scheduler has made one batch more by then. On a CPU
+    the verdict is there before that, and requests are taken before the next batch is made. On a GPU it comes with the
+    tokens, so the next batch has such requests, too: their rows are passed by. They are queued again when no batch
+    under way has them. Where neither is possible, acts as a `Quarantine`.
 
     Of several ranks that schedule together each finds the wrong slots of one shard, and a single one gives out tokens.
-    So every rank tells the others after every batch whether a verdict is there (`issued`), and looks at the answers
-    before the result is taken, all at the same place of the scheduler's loop. Only after a verdict do ranks exchange
-    the findings, and act on the same set in the same order.
+    So every rank tells the others after every batch whether a verdict is there (`issued`; on a GPU when the tokens have
+    come), and looks at the answers before the result is taken, all at the same place of the scheduler's loop. Only
+    after a verdict do ranks exchange the findings, and act on the same set in the same order.
 
     A PD decode engine's requests always end, since it can't compute their prompts. A PD prefill engine's end as those
     whose transfer fails, and nothing more of them is sent.
@@ -63,6 +64,9 @@ class Protection(Quarantine):
         self._asked = False
         self._tries: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._again: list[Any] = []
+        self._leaving: list[Any] = []
+        # Whether verdicts come with the tokens, after the next batch has begun.
+        self._late = False
 
     @hookimpl
     def canary_verdict(self, verdict: Verdict) -> None:
@@ -83,6 +87,7 @@ class Protection(Quarantine):
         if self._protects is None:
             reason = self._refusal(scheduler)
             self._protects = not self._off and reason is None
+            self._late = schedulers.on_gpu(scheduler)
             if reason is not None and not self._off:
                 instead = "CANARY_ON_VIOLATION=protect does what quarantine does here"
                 if disaggregated.side(scheduler) != "null":
@@ -93,6 +98,10 @@ class Protection(Quarantine):
     def issued(self) -> None:
         """The scheduler has run a batch, and its result is not taken yet. Every rank must call this, even with Canary
         off. Does not wait."""
+        if not self._late:
+            self._ask()
+
+    def _ask(self) -> None:
         if self._protects and self._ranks is not None and self._ranks.size > 1:
             self._ranks.ask(bool(self._cases))
             self._asked = True
@@ -105,20 +114,34 @@ class Protection(Quarantine):
             return
         self._turn += 1
         taken = self._withhold(scheduler, scheduler.last_batch)
-        retraction.leave_out(taken, scheduler.running_batch, scheduler.last_batch)
-        if not retraction.awaits_result(scheduler):
-            self._queue_again(scheduler)
+        leaving, self._leaving = self._leaving, []
+        retraction.leave_out([*taken, *leaving], scheduler.running_batch, scheduler.last_batch)
+        self._queue_again(scheduler)
 
-    def taking(self, take: Callable[[], Any], scheduler: Any, batch: Any) -> Any:
-        """Runs ``take``: the scheduler takes the result of ``batch``."""
+    def taking(self, take: Callable[[], Any], scheduler: Any, batch: Any, result: Any) -> Any:
+        """Runs ``take``: the scheduler takes the ``result`` of ``batch``."""
         if not self._protects:
             return take()
-        taken = [] if scheduler.enable_overlap else self._withhold(scheduler, batch)
+        if self._late:
+            self._await(scheduler, result)
+        taken = [] if scheduler.enable_overlap and not self._late else self._withhold(scheduler, batch)
         with retraction.passing_by_retracted(scheduler) if taken else nullcontext():
             done = take()
-        retraction.leave_out(taken, scheduler.running_batch, batch)
+        if scheduler.enable_overlap:
+            # What samples for the next batch still needs its rows.
+            self._leaving += taken
+        else:
+            retraction.leave_out(taken, scheduler.running_batch, batch)
         self._queue_again(scheduler)
         return done
+
+    def _await(self, scheduler: Any, result: Any) -> None:
+        """Waits for the tokens of ``result``, as the scheduler does next, and so for what was found before them."""
+        schedulers.await_tokens(scheduler, result)
+        for canary in self._canaries():
+            with canary.guard("judge"):
+                canary.step.reader.judge()
+        self._ask()
 
     def _refusal(self, scheduler: Any) -> str | None:
         """Why tokens can't be withheld, None if they can."""
@@ -142,7 +165,11 @@ class Protection(Quarantine):
         taken: list[Any] = []
         try:
             for request, own in self._concerned(scheduler, batch, cases):
-                self._take(scheduler, request, own, taken)
+                if self._late and request in retraction.made(scheduler):
+                    # A chunk of its prompt is about to run. Nothing is given out for it before the next turn.
+                    self._cases += own
+                else:
+                    self._take(scheduler, request, own, taken)
             self._evict(scheduler, cases)
         except Exception as error:
             # In log mode the engine goes on whatever happens.
@@ -244,7 +271,10 @@ class Protection(Quarantine):
     def _queue_again(self, scheduler: Any) -> None:
         again, self._again = self._again, []
         for request in again:
-            retraction.queue(scheduler, request)
+            if retraction.under_way(scheduler, request):
+                self._again.append(request)
+            else:
+                retraction.queue(scheduler, request)
 
 
 def _is_everyones(suspect: Suspect) -> bool:

@@ -73,9 +73,18 @@ def leave_out(requests: Sequence[Any], *batches: Any) -> None:
         batch.batch_is_full = False
 
 
-def awaits_result(scheduler: Any) -> bool:
-    """Whether the overlap scheduler has a batch whose result is not taken yet."""
-    return bool(getattr(scheduler, "result_queue", ()))
+def under_way(scheduler: Any, request: Any) -> bool:
+    """Whether the overlap scheduler has a batch with ``request`` whose result is not taken yet."""
+    return any(request in batch.reqs for batch in schedulers.batches_under_way(scheduler))
+
+
+def made(scheduler: Any) -> Sequence[Any]:
+    """Requests of the overlap scheduler's next batch, where it was made and not issued before a result is taken: of
+    two prefills in a row, where SGLang lets them not overlap."""
+    batch = getattr(scheduler, "cur_batch_for_debug", None) or getattr(scheduler, "cur_batch", None)
+    if not scheduler.enable_overlap or batch is None or schedulers.batches_under_way(scheduler):
+        return ()
+    return batch.reqs
 
 
 @contextmanager

@@ -14,11 +14,31 @@ def running_requests(scheduler: Any, batch: Any = None) -> list[Any]:
     """Unfinished requests with slots, or about to get some, in the order of their names; of a PD prefill engine also
     those in transfer. ``batch``: one that the scheduler may not name itself."""
     batches = [scheduler.running_batch, scheduler.last_batch, getattr(scheduler, "cur_batch", None), batch]
+    batches += batches_under_way(scheduler)
     found = {id(request): request for batch in batches if batch is not None for request in batch.reqs}
     if scheduler.chunked_req is not None:
         found[id(scheduler.chunked_req)] = scheduler.chunked_req
     found |= {id(request): request for request in disaggregated.in_transfer(scheduler)}
     return sorted((r for r in found.values() if not r.finished()), key=lambda request: str(request.rid))
+
+
+def batches_under_way(scheduler: Any) -> list[Any]:
+    """The overlap scheduler's batches that were issued, and whose results are not taken yet."""
+    return [batch for batch, _ in getattr(scheduler, "result_queue", ())]
+
+
+def on_gpu(scheduler: Any) -> bool:
+    """Whether the engine computes on a GPU."""
+    return torch.device(scheduler.server_args.device).type != "cpu"
+
+
+def await_tokens(scheduler: Any, result: Any) -> None:
+    """Waits for the tokens of a batch's ``result``, as the scheduler itself does before it looks at them."""
+    done = getattr(result, "copy_done", None)
+    if done is not None:
+        done.synchronize()
+    elif not scheduler.enable_overlap:
+        torch.cuda.current_stream().synchronize()
 
 
 def computed_tokens(scheduler: Any, batch: Any, draft: bool = False) -> int:

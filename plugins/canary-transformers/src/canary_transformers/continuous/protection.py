@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from canary_adapters import BlockGroup, BlockVerdict, HashChain
-from canary_core import Event, Patches, Verdict, Writers, hookimpl
+from canary_core import Canary, Event, Patches, Verdict, Writers, hookimpl
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.compat import KVGroup
 from canary_transformers.errors import WithheldError
@@ -30,13 +30,14 @@ class Protection:
     |                         | before (`Verdict.stands`); else from their prompt, if | from it                     |
     |                         | nothing was given out; else they end                  |                             |
 
-    Tokens are given out one by one to streaming requests only. ``tell``: hands an event to all plugins.
+    Tokens are given out one by one to streaming requests only. ``canary``: of the processor's cache.
     """
 
-    def __init__(self, processor: Any, mode: str, groups: Sequence[KVGroup], tell: Callable[[Event], None]) -> None:
+    def __init__(self, processor: Any, mode: str, groups: Sequence[KVGroup], canary: Canary) -> None:
         self._processor = processor
         self._mode = mode
-        self._tell = tell
+        self._canary = canary
+        self._tell = canary.tell
         self._groups = [BlockGroup(group.name, group.index, group.block_slots) for group in groups]
         self._names = {name: group.region for name, group in zip(self._allocators, self._groups, strict=True)}
         self._chains = {name: HashChain() for name in self._allocators}
@@ -80,6 +81,8 @@ class Protection:
         @functools.wraps(original)
         def prepare_batch_update(*args: Any, **kwargs: Any) -> Any:
             scheduled, tokens, logprobs = original(*args, **kwargs)
+            with self._canary.guard("judge"):
+                self._canary.step.reader.judge()
             taken = self.act()
             return _without(taken, scheduled, tokens, logprobs) if taken else (scheduled, tokens, logprobs)
 

@@ -301,7 +301,7 @@ class Session:
         if reason is not None:
             self.canary.tell(Event("quarantine_failed", "error", {"reason": reason}))
             return
-        protection = Protection(processor, mode, self._groups, self.canary.tell)
+        protection = Protection(processor, mode, self._groups, self.canary)
         protection.follow(self._patches)
         self.hooks.register(protection)
 
