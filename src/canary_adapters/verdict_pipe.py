@@ -20,7 +20,8 @@ PIPE_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class BlockVerdict:
     """A `Verdict` in blocks, as plain values. block: number of the pool's block, -1 for none. request: the reader's
-    name in findings, None if unknown. spoiled, stands: as in `Verdict`. Without block and request: all KV."""
+    name in findings, None if unknown. spoiled, stands: as in `Verdict`. step: of the finding's forward, 0 if unknown.
+    Without block and request: all KV."""
 
     kind: str
     region: str = ""
@@ -29,6 +30,7 @@ class BlockVerdict:
     request: str | None = None
     spoiled: bool = True
     stands: bool = False
+    step: int = 0
 
     @property
     def everything(self) -> bool:
@@ -58,6 +60,7 @@ class BlockVerdict:
             request=finding.request,
             spoiled=verdict.spoiled,
             stands=verdict.stands,
+            step=finding.step,
         )
 
 

@@ -45,6 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlap files": {"dtype": "float32", "disable_overlap_schedule": False, **FILES},
     "gpu": {"device": "cuda", "model": "gpu_llama"},
     "gpu overlap": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False},
+    "gpu host": {"device": "cuda", "model": "gpu_llama", **HICACHE},
+    "gpu overlap host": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False, **HICACHE},
 }
 """`ServerArgs` of the engines, without and with the overlap scheduler, with HiCache, and on a GPU with CUDA graphs."""
 

@@ -48,7 +48,7 @@ class Reader:
         """Told that forwards go on."""
         acts, late = workspace.config.on_violation == "protect", workspace.device.type != "cpu"
         self._told = RowsTold(workspace.shared) if acts and late else None
-        self._forwards = self._ahead = 0
+        self._forwards = self._ahead = self._handed = 0
         # An engine may ask for verdicts in a thread of its own.
         self._lock = RLock()
 
@@ -68,6 +68,7 @@ class Reader:
         self._forwards = forwards
         with self._lock:
             self._read(forwards)
+            self._handed = self._findings.read_back.seen
 
     def judge(self) -> None:
         """The engine has waited for the tokens of a forward, or for later work of its stream, and gives them out next:
@@ -77,12 +78,14 @@ class Reader:
             return
         self._ahead, self._findings.in_time = 0, True
         number = self._told.number
-        if number <= self._findings.read_back.seen:
+        if number <= self._handed:
             return
         if self._workspace.side is not None:
             self._workspace.side.wait()
         with self._lock:
+            # Another thread may just have taken them, and handed them on meanwhile.
             self._findings.open(self._findings.read_back.collect_beside(number), self._forwards)
+            self._handed = number
 
     def _read(self, forwards: int) -> None:
         side, captured, now = self._workspace.side, self._recorder.captured, time.monotonic()

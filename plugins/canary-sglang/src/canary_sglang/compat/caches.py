@@ -102,6 +102,13 @@ def cached_slots(cache: Any) -> torch.Tensor | None:
     size = cache.total_size() if hasattr(cache, "all_values_flatten") else 0
     if not (size[0] if isinstance(size, tuple) else size):
         return None
+    if type(cache).__name__ == "HiRadixCache":
+        # Its own function fails where nodes are in host memory only.
+        nodes = list(cache.root_node.children.values())
+        for node in nodes:
+            nodes += node.children.values()
+        values = [node.value for node in nodes if node.value is not None]
+        return torch.cat(values) if values else None
     slots: torch.Tensor = cache.all_values_flatten()
     return slots
 

@@ -13,7 +13,14 @@ def retract(scheduler: Any, request: Any) -> None:
     cache, and the next token is passed by. `leave_out` takes the request from the batches."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
-    release_kv_cache(request, scheduler.tree_cache, is_insert=False)
+    given = len(request.output_ids)
+    # The cache gives back slots of known tokens. Those of a batch under way are not known yet.
+    unknown = schedulers.allocated_tokens(request) - len(request.origin_input_ids) - given
+    request.output_ids.extend([0] * unknown)
+    try:
+        release_kv_cache(request, scheduler.tree_cache, is_insert=False)
+    finally:
+        del request.output_ids[given:]
     request.reset_for_retract()
     if scheduler.chunked_req is request:
         scheduler.chunked_req = None

@@ -45,6 +45,8 @@ class Protection:
         self._schedulers: dict[int, HashChain] = {}
         self._patches = Patches()
         self._tries: dict[str, int] = {}
+        # The last step of a request's forwards before it was computed again.
+        self._before: dict[str, int] = {}
         self._ended: list[Any] = []
         self.way = VerdictWay()
 
@@ -111,11 +113,14 @@ class Protection:
         again = failed if self._mode == "protect" and not fails else set()
         found = [*found, *(BlockVerdict("not_loaded", block=block, stands=True) for block in sorted(again))]
         left = failed if fails else again if recomputes(scheduler) else set()
+        ahead = int(bool(scheduler.vllm_config.scheduler_config.async_scheduling))
         concerned = []
         for request in scheduler.running:
-            held = _held(scheduler, request)
+            held, before = _held(scheduler, request), self._before.get(request.request_id, 0)
             name = Writers.told(request.request_id)
             own = [v for v in found if v.everything or name == v.request or (v.of_all and v.block in held)]
+            # A forward whose tokens were taken back may leave more findings than the first.
+            own = [v for v in own if not 0 < v.step <= before]
             if own and (left.isdisjoint(held) or not (fails or left.issuperset(v.block for v in own))):
                 concerned.append((request, own))
             elif own and not fails:
@@ -137,6 +142,7 @@ class Protection:
                 ending.append(request)
                 self._tell(Event("aborted", "error", about))
             else:
+                self._before[request.request_id] = max(v.step for v in own) + ahead
                 preempt(scheduler, request, made)
                 self._tell(Event("recomputed", "warning", about))
         if ending:
@@ -145,6 +151,7 @@ class Protection:
             scheduler.finish_requests([r.request_id for r in ending], RequestStatus.FINISHED_ERROR)
             self._ended += ending
         self._tries = {name: tries for name, tries in self._tries.items() if name in scheduler.requests}
+        self._before = {name: step for name, step in self._before.items() if name in scheduler.requests}
 
     def _left(self, request: Any, verdict: BlockVerdict) -> None:
         """vLLM itself computes again what ``request`` has from the block of ``verdict`` on."""
@@ -206,6 +213,9 @@ def preempt(scheduler: Any, request: Any, made: Any = None) -> None:
         index = getattr(made, "req_id_to_index", {}).get(request.request_id)
         if not request.num_output_placeholders and index is not None and made.sampled_token_ids:
             made.sampled_token_ids[index] = []
-        request.async_tokens_to_discard = request.num_output_placeholders
+        # Those of an earlier time may still be on their way.
+        request.async_tokens_to_discard = (
+            getattr(request, "async_tokens_to_discard", 0) + request.num_output_placeholders
+        )
         request.num_output_placeholders = 0
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
