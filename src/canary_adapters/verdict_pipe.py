@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from canary_adapters.block_events import BlockGroup
-from canary_core import Verdict
+from canary_core import Phase, Verdict
 
 PIPE_BYTES = 1 << 20
 """Room for some thousands of verdicts not taken yet by the scheduler. Further ones become one verdict for all KV."""
@@ -20,8 +20,8 @@ PIPE_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class BlockVerdict:
     """A `Verdict` in blocks, as plain values. block: number of the pool's block, -1 for none. request: the reader's
-    name in findings, None if unknown. spoiled, stands: as in `Verdict`. step: of the finding's forward, 0 if unknown.
-    Without block and request: all KV."""
+    name in findings, None if unknown. spoiled, stands: as in `Verdict`. step: number of the forward that reads the
+    block next, or wrote it; 0 if unknown. Without block and request: all KV."""
 
     kind: str
     region: str = ""
@@ -60,7 +60,8 @@ class BlockVerdict:
             request=finding.request,
             spoiled=verdict.spoiled,
             stands=verdict.stands,
-            step=finding.step,
+            # What is found between two forwards has the number of the one before.
+            step=finding.step + (finding.phase is Phase.EVENT),
         )
 
 

@@ -2,12 +2,14 @@
 
     python3 overhead.py --out overhead.jsonl                      # Llama-8B's shape, 64 x (1024 + 256) and 1 x 8000
     python3 overhead.py --arms off,on,on@0                        # how much of it is the scrub
+    CANARY_ON_VIOLATION=protect python3 overhead.py --hits 1024,8192,65536    # and of a prefix hit of so many tokens
     python3 overhead.py --device cpu --pairs 2                    # a check that the script runs
 
 Both arms of a pair serve the same prompts, from an empty prefix cache, so drift of the machine and differences between
 engines fall out: the loss is the median of the pairs' losses. Prefill is all prompts with one new token each; decode is
 the same prompts again, cached now, with all new tokens; a step is the median time of one decode in it, which knows
-nothing of how requests begin and end, and little of a host that is busy with something else now and then.
+nothing of how requests begin and end, and little of a host that is busy with something else now and then. A hit is the
+median time to the only token of a request whose prompt is in the prefix cache but for its last block.
 
 Time on an H200: 50 s to start on a machine that has run an engine before, 15 s to warm up, 4 s an arm of the first
 workload, 5 s of the second. Results go to ``--out``, a JSON object a line; the table comes last.
@@ -25,10 +27,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-PHASES = {"prefill": "prefill_tokens_s", "decode": "decode_tokens_s", "step": "steps_s"}
+PHASES = {"prefill": "prefill_tokens_s", "decode": "decode_tokens_s", "step": "steps_s", "hit": "hits_s"}
 """What is told of each arm, and its name in the results."""
 WORKLOADS = {"batch": (64, 1024, 256, 1), "prompt": (1, 8000, 1, 4)}
 """Requests, prompt tokens, new tokens, repetitions of a turn."""
+HITS = 9
+"""Requests for one cached prompt, in a turn."""
 SMALL = {"batch": (4, 60, 12, 1), "prompt": (1, 200, 1, 2)}
 LLAMA = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", max_position_embeddings=16384,
@@ -50,6 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--asynchronous", action="store_true", help="the scheduler runs ahead, as vllm serve has it")
     parser.add_argument("--arms", default="off,on", help="off, on, on@<scrub budget>")
     parser.add_argument("--workloads", default="batch,prompt")
+    parser.add_argument("--hits", default="", help="lengths of cached prompts, with commas")
     parser.add_argument("--pairs", type=int, default=10, help="turns through the arms")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget-s", type=int, default=500, help="no further turn begins after so many seconds")
@@ -87,11 +92,18 @@ class Served:
         cpu = args.device == "cpu"
         folder = args.out.resolve().parent / f"model-{args.device}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(LLAMA | (TINY if cpu else SHAPE)))
+        longest = max([0, *map(int, filter(None, args.hits.split(",")))]) + 64
+        positions = max(LLAMA["max_position_embeddings"], longest)
+        config = {**LLAMA, **(TINY if cpu else SHAPE), "max_position_embeddings": positions}
+        (folder / "config.json").write_text(json.dumps(config))
         sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16, 64]}
-        options: dict[str, Any] = dict(max_model_len=8192, gpu_memory_utilization=0.5, compilation_config=sizes)
+        options: dict[str, Any] = dict(
+            max_model_len=max(8192, longest), gpu_memory_utilization=0.5, compilation_config=sizes
+        )
         if cpu:
-            options = dict(max_model_len=256, enforce_eager=True, block_size=32, num_gpu_blocks_override=100)
+            options = dict(
+                max_model_len=max(256, longest), enforce_eager=True, block_size=32, num_gpu_blocks_override=100
+            )
         if args.asynchronous:
             # In one process vLLM does not schedule ahead by itself, as it does where it is served.
             options["async_scheduling"] = True
@@ -147,6 +159,10 @@ class Served:
         """One arm of one turn: seconds of prefill and decode: medians of the repetitions."""
         self.turn(arm)
         batch, prompt, new, repeats = workload
+        if name.startswith("hit"):
+            self.generate_s(workload, 1, turn)
+            hits = [self.generate_s(workload, 1, turn) for _ in range(HITS)]
+            return {"workload": name, "arm": arm, "turn": turn, "hits_s": 1 / statistics.median(hits)}
         prefill, decode, steps = [], [], []
         for repeat in range(repeats):
             seed = 1000 * turn + repeat
@@ -219,6 +235,7 @@ def main() -> None:
     served = Served(args)
     print(f"up after {time.time() - began:.0f} s", flush=True)
     chosen = {n: w for n, w in (SMALL if args.device == "cpu" else WORKLOADS).items() if n in args.workloads.split(",")}
+    chosen |= {f"hit {length}": (1, int(length), 1, 1) for length in filter(None, args.hits.split(","))}
     arms = args.arms.split(",")
     for arm in arms:
         for name, workload in chosen.items():
