@@ -133,6 +133,26 @@ def test_bits_that_flip_anywhere_give_no_wrong_answer(launch, loop, case):
     assert served["recomputed"] > 0
 
 
+@pytest.mark.parametrize("case", ["parked", "storm"])
+def test_no_wrong_answer_where_the_verdict_comes_with_the_tokens(launch, case):
+    """As on a GPU, in whose place a CPU stands here: the overlap scheduler has issued the next batch by then, with the
+    same requests. Their rows are passed by, their slots come back, and the answers are right."""
+    storm = case == "storm"
+    settings = COMPARED if storm else QUIET
+    options = {**OPTIONS["overlap"], **(PRESSURE if storm else {})}
+    engine = launch({"options": options}, CANARY_ON_VIOLATION="protect", **settings)
+    engine.know_findings_with_tokens()
+    if not storm:
+        served = engine.serve_parked(count=10)
+        assert part(served, "right", "recomputed", "flipped") == FINE | {"right": 10, "recomputed": 10, "flipped": 10}
+        return
+    served = engine.storm_of_flips(seed=3, count=30, rate=0.3)
+    assert part(served, "wrong", "lost", "emptied") == FINE | {"wrong": 0, "lost": 0, "emptied": True}
+    assert served["right"] > 15
+    assert served["right"] + served["error"] == 30
+    assert served["recomputed"] > 0
+
+
 def test_a_running_request_ends_with_an_error_where_its_tokens_may_be_wrong(start):
     """The scrub finds the slot some steps after it changed: nobody knows which tokens were computed from it. The
     request ends with status 503 and no token more; the one beside it goes on, and nothing corrupted stays cached."""
