@@ -56,6 +56,16 @@ def test_on_a_cpu_rows_are_there_at_once():
     assert (snapshot.rows, snapshot.dropped) == ([], 0)
 
 
+def test_rows_are_taken_up_to_a_number():
+    """Beside kernels that run, a read takes the rows of those that have ended; the others come with the next one."""
+    device = Device()
+    device.find(7, 8, 9)
+    assert slots_of(device.read_back.collect_beside(2)) == [7, 8]
+    assert device.read_back.seen == 2
+    assert slots_of(device.read_back.collect_beside(2)) == []
+    assert slots_of(device.read_back.collect()) == [9]
+
+
 def test_more_findings_than_rows_are_counted_as_dropped():
     """The first ones stay; what is found after the read has room again."""
     device = Device()

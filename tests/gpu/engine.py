@@ -18,8 +18,10 @@ from canary_core import (
     Overlap,
     Region,
     SlotTable,
+    Verdict,
     Violation,
     Writers,
+    hookimpl,
     private_hooks,
 )
 from canary_core.testing import Findings
@@ -217,7 +219,8 @@ class Run:
     ``graph``: the bracket is captured and replayed. ``warm`` False: without an eager run before the capture, so that
     Canary's scratch grows inside it. ``guard`` False: the same engine without Canary. ``audit`` True lets every wait
     for the device within our calls raise, and adds to ``allocated`` what they allocate there. ``beside``: checks run
-    beside the forward and are issued after it, and records are made beside what follows it.
+    beside the forward and are issued after it, and records are made beside what follows it. ``settings``: more of
+    Canary's. Verdicts are in ``verdicts``.
     """
 
     def __init__(
@@ -228,8 +231,11 @@ class Run:
         size: Size | None = None,
         warm: bool = True,
         guard: bool = True,
+        **settings: object,
     ) -> None:
         self.beside = beside
+        self.settings = settings
+        self.verdicts: list[Verdict] = []
         self.size = size or Size()
         self.device = device
         self.model, self.traffic, self.writers = Model(self.size, device), Traffic(self.size, seed=3), Writers()
@@ -308,7 +314,14 @@ class Run:
         # The scrub goes round the whole pool in every forward, so that every changed byte is found in the same one.
         # What is looked at after an incident is allocated, once for each; tests/gpu/test_incidents.py is about that.
         config = CanaryConfig(mode="log", scrub_budget="1MiB", silence_s=0, stats_interval=0, diagnose=False)
-        return Canary([self.model.region()], config, hooks=private_hooks(self.findings), writers=self.writers)
+        config = config.model_copy(update=self.settings)
+        hooks = private_hooks(self.findings, self)
+        return Canary([self.model.region()], config, hooks=hooks, writers=self.writers)
+
+    @hookimpl
+    def canary_verdict(self, verdict: Verdict) -> None:
+        """Keeps it."""
+        self.verdicts.append(verdict)
 
     def _capture(self, warm: bool) -> torch.cuda.CUDAGraph:
         # Padding only, so that nothing is written.

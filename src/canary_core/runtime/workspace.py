@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 import torch
@@ -24,8 +24,10 @@ from canary_core.region import Region
 from canary_core.runtime.event_queue import EventQueue
 from canary_core.runtime.journal import Journal
 from canary_core.runtime.memory_proof import MemoryProof
-from canary_core.runtime.side_stream import SideStream
 from canary_core.runtime.telling import emit
+
+if TYPE_CHECKING:
+    from canary_core.runtime.side_stream import SideStream
 
 RECENT = 256
 """Events kept."""
@@ -49,7 +51,7 @@ class Workspace:
     states: dict[str, RegionState]
     backend: Backend
     queue: EventQueue
-    side: SideStream | None
+    side: "SideStream | None"
     proof: MemoryProof
     journal: Journal
 
@@ -60,7 +62,11 @@ class Workspace:
         backend = backends.choose(config.backend, device)
         shared = Shared.allocate(config, device, len(regions))
         states = {r.name: RegionState(r, i, shared, config) for i, r in enumerate(regions)}
-        side = SideStream(device) if device.type == "cuda" else None
+        side = None
+        if device.type == "cuda":
+            from canary_core.runtime import side_stream
+
+            side = side_stream.SideStream(device)
         proof = MemoryProof(states, device)
         return cls(config, device, shared, states, backend, EventQueue(device), side, proof, Journal())
 

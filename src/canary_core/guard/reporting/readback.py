@@ -1,5 +1,4 @@
-"""`ReadBack`: the host's late, non-blocking read of the counters and the violation ring; `RowsTold`: the number of rows
-in the ring, on the host as soon as the engine has its tokens."""
+"""`ReadBack`: the host's late, non-blocking read of the counters and the violation ring."""
 
 import time
 from dataclasses import dataclass
@@ -21,25 +20,6 @@ class HostRead:
     rows: list[list[int]]
     dropped: int
     tallies: list[list[int]] | None
-
-
-class RowsTold:
-    """The number of rows in the violation ring, copied to one word of pinned host memory after each forward on its
-    stream. Whoever waits for later work of that stream, as an engine does for sampled tokens, has waited for the word,
-    which only grows."""
-
-    def __init__(self, shared: Shared) -> None:
-        self._rows = shared.counters[Counter.ROWS : Counter.ROWS + 1]
-        self._word = torch.zeros_like(self._rows, device="cpu", pin_memory=self._rows.is_cuda)
-
-    def send(self) -> None:
-        """Starts a copy on the current stream. Never captured, never waits."""
-        self._word.copy_(self._rows, non_blocking=True)
-
-    @property
-    def number(self) -> int:
-        """As of the last copy that has arrived."""
-        return int(self._word)
 
 
 class ReadBack:
@@ -94,7 +74,7 @@ class ReadBack:
         """The first ``number`` rows since the start, as far as they are new, beside kernels that run. The kernels with
         these rows have ended; waits for two copies alone."""
         device = self._shared.counters.device
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        with torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None):
             counters, ring = HostCopy(self._shared.counters), HostCopy(self._shared.ring)
             counters.wait()
             ring.wait()

@@ -2,17 +2,16 @@
 
 import time
 from threading import RLock
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from canary_core.guard.recorder import Recorder
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
-from canary_core.guard.reporting.readback import RowsTold
 from canary_core.runtime.workspace import Workspace
 from canary_core.watchers.audit.running import RunningAudit
 
-MOST_AHEAD = 4
-"""Forwards since the last `Reader.judge`, after which the tokens of some count as given out."""
+if TYPE_CHECKING:
+    from canary_core.guard.reporting.in_time import InTime
 
 
 class Late(Protocol):
@@ -47,19 +46,20 @@ class Reader:
         self.lookout: Lookout | None = None
         """Told that forwards go on."""
         acts, late = workspace.config.on_violation == "protect", workspace.device.type != "cpu"
-        self._told = RowsTold(workspace.shared) if acts and late else None
-        self._forwards = self._ahead = self._handed = 0
+        self._in_time: InTime | None = None
+        if acts and late:
+            from canary_core.guard.reporting import in_time
+
+            self._in_time = in_time.InTime(workspace, findings)
+        self._forwards = 0
         # An engine may ask for verdicts in a thread of its own.
         self._lock = RLock()
 
     def end(self, forwards: int, due: bool) -> None:
         """At the end of a step, on the stream of the forwards; never captured, never waits. ``forwards``: how many
         began on the host so far. ``due``: whether to `read`."""
-        if self._told is not None:
-            self._told.send()
-            self._ahead += 1
-            if self._ahead > MOST_AHEAD:
-                self._findings.in_time = False
+        if self._in_time is not None:
+            self._in_time.sent()
         if due:
             self.read(forwards)
 
@@ -68,24 +68,19 @@ class Reader:
         self._forwards = forwards
         with self._lock:
             self._read(forwards)
-            self._handed = self._findings.read_back.seen
+            if self._in_time is not None:
+                self._in_time.handed()
 
     def judge(self) -> None:
         """The engine has waited for the tokens of a forward, or for later work of its stream, and gives them out next:
         hands what was found up to then to the plugins. Waits only where something was found. From any thread. Does
         nothing unless ``CANARY_ON_VIOLATION=protect``, nor on a CPU, where `read` has done so."""
-        if self._told is None:
+        number = None if self._in_time is None else self._in_time.due()
+        if number is None or self._in_time is None:
             return
-        self._ahead, self._findings.in_time = 0, True
-        number = self._told.number
-        if number <= self._handed:
-            return
-        if self._workspace.side is not None:
-            self._workspace.side.wait()
         with self._lock:
-            # Another thread may just have taken them, and handed them on meanwhile.
             self._findings.open(self._findings.read_back.collect_beside(number), self._forwards)
-            self._handed = number
+            self._in_time.handed()
 
     def _read(self, forwards: int) -> None:
         side, captured, now = self._workspace.side, self._recorder.captured, time.monotonic()
