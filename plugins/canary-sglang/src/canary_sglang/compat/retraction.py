@@ -91,7 +91,8 @@ def made(scheduler: Any) -> Sequence[Any]:
     batch = getattr(scheduler, "cur_batch_for_debug", None) or getattr(scheduler, "cur_batch", None)
     if not scheduler.enable_overlap or batch is None or schedulers.batches_under_way(scheduler):
         return ()
-    return batch.reqs
+    requests: Sequence[Any] = batch.reqs
+    return requests
 
 
 @contextmanager
