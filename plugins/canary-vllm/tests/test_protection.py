@@ -7,6 +7,8 @@ import pytest
 from vllm_on_cpu import guarded, parked_flips
 from vllm_on_cpu.scripts import told_by
 
+from canary_core import hook_manager, hookimpl
+
 pytestmark = pytest.mark.timeout(600)
 LLAMA = pytest.param("llama", marks=pytest.mark.xdist_group("process 0"))
 ASYNC = pytest.param("async", marks=pytest.mark.xdist_group("process 0"))
@@ -68,6 +70,38 @@ def test_a_hit_on_changed_kv_is_computed_again_before_a_token_is_given_out(engin
         # What was computed from the block has left the cache with it.
         assert small.serve([PROMPT], 20, "after")[0] == right
         assert len(guard.findings.told("recomputed")) == 1
+
+
+class Verdicts:
+    """Keeps them."""
+
+    def __init__(self):
+        self.all = []
+
+    @hookimpl
+    def canary_verdict(self, verdict):
+        """Keeps it."""
+        self.all.append(verdict)
+
+
+@pytest.mark.parametrize("engine", [LLAMA, ASYNC], indirect=True)
+def test_a_late_finding_of_tokens_that_were_taken_back_takes_no_others(engine):
+    """As on a GPU, where the record of a forward may tell what it finds after the check has: the request was computed
+    again since."""
+    small, verdicts = engine.small, Verdicts()
+    small.renew()
+    (right,) = small.serve([PROMPT], 20)
+    with guarded.guard(small, verdicts, on_violation="protect", **QUIET) as guard:
+        small.serve([PROMPT], 20, "first")
+        small.submit("q", PROMPT, 20)
+        assert parked_flips.flip_parked(small, "q", random.Random(7))
+        while len(small.answers["q"]) < 3:
+            small.step()
+        for verdict in list(verdicts.all):
+            hook_manager().hook.canary_verdict(verdict=verdict)
+        finish(small)
+        assert told(guard, "recomputed", "aborted") == {"recomputed": ["q"], "aborted": []}
+        assert small.answers["q"] == right
 
 
 @pytest.mark.parametrize("engine", [LLAMA, ASYNC], indirect=True)
