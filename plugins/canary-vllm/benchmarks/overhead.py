@@ -96,7 +96,7 @@ class Served:
         positions = max(LLAMA["max_position_embeddings"], longest)
         config = {**LLAMA, **(TINY if cpu else SHAPE), "max_position_embeddings": positions}
         (folder / "config.json").write_text(json.dumps(config))
-        sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16, 64]}
+        sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16, 64, 72]}
         options: dict[str, Any] = dict(
             max_model_len=max(8192, longest), gpu_memory_utilization=0.5, compilation_config=sizes
         )
@@ -108,8 +108,9 @@ class Served:
             # In one process vLLM does not schedule ahead by itself, as it does where it is served.
             options["async_scheduling"] = True
         dtype = "float32" if cpu else "bfloat16"
+        # Room for requests that are computed again.
         self.llm = LLM(
-            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype=dtype, seed=1, max_num_seqs=64,
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype=dtype, seed=1, max_num_seqs=72,
             enable_prefix_caching=True, **options,
         )  # fmt: skip
         self.vocabulary = 500 if cpu else 100_000
