@@ -82,11 +82,13 @@ def test_a_scheduler_that_is_gone_is_no_wait(pipe):
 def test_a_verdict_names_the_block_of_its_own_group():
     """The slot's block, by the group's size; a request alone where no slot is to blame; nothing of other regions."""
 
-    def told(kind=Kind.BYTES, region="window", slot=70, request="a"):
-        finding = Violation(kind, region, Phase.SCRUB, step=3, slot=slot, request=request)
+    def told(kind=Kind.BYTES, region="window", slot=70, request="a", phase=Phase.SCRUB):
+        finding = Violation(kind, region, phase, step=3, slot=slot, request=request)
         return BlockVerdict.of(Verdict(finding, spoiled=kind is Kind.BYTES, stands=True), GROUPS)
 
-    assert told() == BlockVerdict("bytes", "window", 70, 4, "a", True, True)
+    assert told() == BlockVerdict("bytes", "window", 70, 4, "a", True, True, 3)
+    # Between two forwards: the next one reads it.
+    assert told(phase=Phase.EVENT).step == 4
     assert told(region="full").block == 2
     assert told(region="draft") is None
     assert told(Kind.WRITE_INPUT).block == -1

@@ -7,7 +7,7 @@ from canary_core.records import Counter
 from canary_core.runtime.workspace import Workspace
 
 MOST_AHEAD = 4
-"""Forwards since the last `InTime.judge`, after which the tokens of some count as given out."""
+"""Forwards since the last `InTime.due`, after which the tokens of some count as given out."""
 
 
 class InTime:
@@ -30,7 +30,7 @@ class InTime:
             self._findings.in_time = False
 
     def handed(self) -> None:
-        """What was read so far was handed to the plugins."""
+        """All that was read so far was handed to the plugins."""
         self._handed = self._findings.read_back.seen
 
     def due(self) -> int | None:
