@@ -128,8 +128,9 @@ class BlockLoads:
         return self._failed
 
     def late(self) -> None:
-        """The output of the step leaves next, with verdicts that came since on loads beside the forward."""
-        if self._open:
+        """The output of the step leaves next, with verdicts that came since on loads beside the forward. Called again
+        before it leaves the process, brings a verdict that was not there yet, for those who act on findings."""
+        if self.gated:
             self._canary.ledger.read()
             self._open.clear()
             self._forget()

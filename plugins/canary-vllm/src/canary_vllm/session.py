@@ -160,7 +160,7 @@ class Session:
         return self._loads is not None and self._loads.brought.takes(verdict)
 
     def leaves(self) -> None:
-        """The output of the step leaves next."""
+        """An output leaves the runner, or this process, next."""
         if self._loads is not None:
             self._loads.brought.late()
 

@@ -218,6 +218,27 @@ def test_the_next_step_may_be_under_way(ahead, store, wait_steps, policy):
         assert serve(ahead, [PROMPT, BESIDE], "after") == [right, beside]
 
 
+def test_a_verdict_may_come_when_the_next_step_has_been_issued(ahead, store, monkeypatch):
+    """As on a GPU with asynchronous scheduling: nothing is on the host before vLLM has waited for the step's tokens,
+    too late for the output's own word. The tokens are given to nobody yet, so the request is computed again."""
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
+
+    from canary_core.runtime.host_copy import HostCopy
+
+    waited, execute = [True], ahead.core.model_executor.execute_model
+    monkeypatch.setattr(HostCopy, "arrived", lambda _: waited[0])
+    given = AsyncGPUModelRunnerOutput.get_output
+    monkeypatch.setattr(AsyncGPUModelRunnerOutput, "get_output", lambda self: (given(self), waited.insert(0, True))[0])
+    with guard(ahead, "recompute") as found:
+        right, beside = serve(ahead, [PROMPT, BESIDE], "first")
+        issue = lambda *args, **more: (waited.insert(0, False), execute(*args, **more))[1]  # noqa: E731
+        monkeypatch.setattr(ahead.core.model_executor, "execute_model", issue)
+        store.fault = lambda prefix, *rest: (flipped if prefix[0] == PROMPT[0] else untouched)(prefix, *rest)
+        assert serve(ahead, [PROMPT, BESIDE], "ill") == [right, beside]
+        assert (told(found, "recomputed"), told(found, "aborted")) == (["ill-0"], [])
+        assert "gated_blocks" not in found.canary.stats()
+
+
 @pytest.mark.xdist_group("processes")
 @pytest.mark.beyond_ci("the tests of one process here, and test_protection: ranks in processes of their own")
 @pytest.mark.parametrize(("rank", "steps", "policy"), [(1, 0, "recompute"), (1, 3, "recompute"), (0, 0, "fail")])

@@ -180,8 +180,11 @@ def main() -> None:
     finally:
         server.end()
     lines = [line for line in server.log.read_text().splitlines() if line.startswith("{")]
-    events = [json.loads(line)["event"] for line in lines if '"event": ' in line]
+    every = [json.loads(line) for line in lines if '"event": ' in line]
+    events = [event["event"] for event in every]
     told["events"] = {name: events.count(name) for name in ("recomputed", "aborted", "quarantined", "incident")}
+    for name, event in (("found", "incident"), ("acted", "recomputed")):
+        told[name] = sorted({one.get("replica", 0) for one in every if one["event"] == event})
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
 
