@@ -84,7 +84,7 @@ class Hooks:
         return self._telling.among(self.sessions)
 
     def _tell(self, event: Event) -> None:
-        """With the place of the engine, as far as it is known here."""
+        """With the place of the engine, as far as known here."""
         if (session := next(iter(self._whose()), None)) is not None:
             session.canary.tell(event)
         else:
@@ -144,7 +144,7 @@ class Hooks:
         return result
 
     def _end(self, runner: Any) -> None:
-        """While the memory that its session describes is still the runner's; the session's own is given back, too."""
+        """Closes the session while the guarded memory is still the runner's; the session's own is given back, too."""
         if (session := self._sessions.pop(id(runner), None)) is not None:
             with self._telling.only():
                 session.close()

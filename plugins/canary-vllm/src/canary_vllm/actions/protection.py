@@ -17,8 +17,8 @@ MOST_TRIES = 2
 class Protection:
     """Receives verdicts of this process's workers, or of other processes by a `VerdictWay`, and acts before the
     scheduler takes the output of the verdicts' own step: no token of that step is given out for a request with such KV.
-    ``sessions``: of runners whose findings are told now. ``tell``: names the engine in an event, and hands the event to
-    all plugins.
+    ``sessions``: of the runners at work, a verdict's own. ``tell``: names the engine in an event, and hands the event
+    to all plugins.
 
     | ``CANARY_ON_VIOLATION`` | requests that have the block                         | the block                    |
     |-------------------------|------------------------------------------------------|------------------------------|
