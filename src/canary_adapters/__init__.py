@@ -62,6 +62,7 @@ from canary_adapters.sources import (
     row_source,
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
+from canary_adapters.telling import Telling
 from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknown_tokens
 from canary_adapters.touched_requests import TouchedRequests
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
@@ -135,6 +136,7 @@ __all__ = [
     "RowPool",
     "Running",
     "SchedulerRequests",
+    "Telling",
     "TouchedRequests",
     "UniformLens",
     "VerdictPipe",

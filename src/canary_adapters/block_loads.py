@@ -21,7 +21,8 @@ class BlockLoads:
     brought tokens are concerned.
 
     With ``CANARY_ON_VIOLATION=protect`` loads are gated: judged before a token computed from the blocks is served.
-    Loads for several groups of the engine are not, since a number of a block doesn't name the group.
+    Loads for several groups of the engine are not told as failed, since a number of a block doesn't name the group:
+    those who act on findings get the verdict, at the same place.
 
     | load                    | judged                   | without a verdict on the host yet, as on a GPU            |
     |-------------------------|--------------------------|-----------------------------------------------------------|
@@ -114,7 +115,7 @@ class BlockLoads:
         if landing or ended:
             # The next load may write to blocks that were given back meanwhile.
             self._canary.slots.settle()
-        if ended or (landing and self._open):
+        if ended or (landing and self.gated):
             self._canary.ledger.send()
             self._canary.ledger.read()
         for name in ended:
@@ -128,8 +129,9 @@ class BlockLoads:
         return self._failed
 
     def late(self) -> None:
-        """The output of the step leaves next, with verdicts that came since on loads beside the forward."""
-        if self._open:
+        """The output of the step leaves next, with verdicts that came since on loads beside the forward. Called again
+        before it leaves the process, brings a verdict that was not there yet, for those who act on findings."""
+        if self.gated:
             self._canary.ledger.read()
             self._open.clear()
             self._forget()

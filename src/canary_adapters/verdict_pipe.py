@@ -113,17 +113,23 @@ class VerdictWay:
 
     def __init__(self) -> None:
         self._pipes: dict[int, VerdictPipe] = {}
-        self._here: list[BlockVerdict] = []
+        self._here: dict[int, list[BlockVerdict]] = {}
         self.post: VerdictPost | None = None
         """The way to the scheduler's process, None where the scheduler is in this one."""
 
-    def put(self, verdict: BlockVerdict, here: bool) -> bool:
-        """Sends ``verdict``, or keeps it for a scheduler that is ``here``. Returns whether there is any."""
-        if self.post is not None:
+    def joined(self, engine: object) -> None:
+        """A scheduler of ``engine`` runs in this process."""
+        self._here[id(engine)] = []
+
+    def put(self, verdict: BlockVerdict, engine: object) -> bool:
+        """Sends ``verdict`` on KV of ``engine``, or keeps it for the engine's scheduler here. Returns whether there is
+        any."""
+        here = self._here.get(id(engine))
+        if here is not None:
+            here.append(verdict)
+        elif self.post is not None:
             self.post.put(verdict)
-        elif here:
-            self._here.append(verdict)
-        return self.post is not None or here
+        return here is not None or self.post is not None
 
     def pipe(self, engine: object) -> VerdictPipe:
         """In the scheduler's process: a pipe to be opened by workers of ``engine`` in other processes."""
@@ -142,17 +148,17 @@ class VerdictWay:
         return True
 
     def take(self, engine: object) -> list[BlockVerdict]:
-        """Verdicts of other processes for ``engine``."""
-        pipe = self._pipes.get(id(engine))
-        return [] if pipe is None else pipe.take()
-
-    def here(self) -> list[BlockVerdict]:
-        """Verdicts of this process's workers since the last call."""
-        found, self._here = self._here, []
+        """Verdicts for ``engine``, of other processes and of this one, since the last call."""
+        pipe, here = self._pipes.get(id(engine)), self._here.get(id(engine), [])
+        found = [] if pipe is None else pipe.take()
+        while here:
+            # Another thread may add some meanwhile.
+            found.append(here.pop(0))
         return found
 
     def left(self, engine: object) -> None:
         """The scheduler of ``engine`` has ended."""
+        self._here.pop(id(engine), None)
         pipe = self._pipes.pop(id(engine), None)
         if pipe is not None:
             pipe.close()
@@ -162,6 +168,7 @@ class VerdictWay:
         for pipe in self._pipes.values():
             pipe.close()
         self._pipes.clear()
+        self._here.clear()
         if self.post is not None:
             self.post.close()
             self.post = None

@@ -151,6 +151,8 @@ def test_what_is_not_gated_is_told_as_ever(settings):
         engine.come()
         names = engine.loads.finished({"a"})
         assert (engine.loads.loaded({7}), names) == ({7}, {"a"})
+        # With protect whoever acts knows of a load beside the forward before the step's output leaves.
+        assert len(engine.left) == (0 if settings else 1)
         if waits:
             engine.loads.begin([], [("a", BEFORE)], [])
         assert engine.tier.counts("differing") == [1 + waits]

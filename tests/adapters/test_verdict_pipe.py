@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from canary_adapters import BlockGroup, BlockVerdict, VerdictPipe, VerdictPost
+from canary_adapters import BlockGroup, BlockVerdict, Telling, VerdictPipe, VerdictPost, VerdictWay
 from canary_core import Kind, Phase, Verdict, Violation
 
 BAD = BlockVerdict("bytes", "full", 70, 2, None, True, False)
@@ -108,3 +110,37 @@ def test_a_newer_worker_may_say_more(pipe):
     os.write(end, b'tes", "block": 5}\n')
     assert [verdict.block for verdict in pipe.take()] == [5]
     os.close(end)
+
+
+def test_each_engine_of_a_process_gets_its_own_verdicts(pipe):
+    """Of two engines whose schedulers are in the worker's process; a third one's is nowhere to be reached, and then in
+    another process."""
+    first, second, third = object(), object(), object()
+    way = VerdictWay()
+    way.joined(first)
+    way.joined(second)
+    assert way.put(BAD, second)
+    assert not way.put(BAD, third)
+    assert (way.take(first), way.take(second), way.take(second)) == ([], [BAD], [])
+    way.left(second)
+    assert not way.put(BAD, second)
+    assert way.open(pipe.path)
+    assert way.put(BAD, third)
+    assert way.put(replace(BAD, block=7), first)
+    assert (pipe.take(), way.take(first)) == ([BAD], [replace(BAD, block=7)])
+    way.close()
+
+
+def test_findings_are_of_the_engine_that_works():
+    """Of all engines where that is not known, and of none while one ends; each thread by itself."""
+    telling = Telling()
+    assert telling.among(["a", "b"]) == ["a", "b"]
+    with telling.only("b"):
+        assert telling.among(["a", "b"]) == ("b",)
+        with telling.only():
+            assert telling.among(["a", "b"]) == ()
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(telling.among, ["a"]).result() == ["a"]
+    with pytest.raises(KeyError), telling.only("a"):
+        raise KeyError
+    assert telling.among(["a", "b"]) == ["a", "b"]

@@ -54,3 +54,9 @@ def shared(name: str) -> Shared:
 def engine(request: pytest.FixtureRequest) -> Shared:
     """One engine of each of `SETUPS`, loaded once a process; each guard gives it a new KV cache."""
     return shared(request.param)
+
+
+@pytest.fixture
+def another() -> Shared:
+    """A second engine beside the first, with asynchronous scheduling: both of process 0."""
+    return shared("async")

@@ -6,7 +6,7 @@ from vllm_on_cpu.scripts import said_by
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 COVERED_BY = "tests/adapters/test_roll_call.py, and one of these"
-WHOSE = {"worker": [(0, 0), (0, 1)], "replica": [(0, 0), (1, 0)]}
+WHOSE = {"worker": [(0, 0), (0, 1)], "scheduler": [(0, 0), (0, 1)], "replica": [(0, 0), (1, 0)]}
 """Replica and rank of the two workers."""
 BROKEN = {
     "plugins": "does not name vllm",
@@ -77,15 +77,33 @@ def test_replicas_are_told_apart():
 
 
 @pytest.mark.beyond_ci("what vLLM does; an engine that ends: test_followed")
-@pytest.mark.parametrize("what", ["worker", "replica"])
-def test_an_engine_that_loses_a_process_ends_as_a_whole(what):
-    """vLLM notices at once that a worker, or the engine core of a replica, was killed with -9: it names the process in
-    its log, ends all others, and fails each request, so that nothing is served unguarded. Canary raises no alarm; it
-    tells the summary of those that have the time."""
-    told, events = said_by("killed_script", what, plugins="vllm", CANARY_LOG_FORMAT="json", CANARY_STATS_INTERVAL="0")
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("worker", "report"),
+        ("replica", "report"),
+        ("worker", "protect"),
+        ("scheduler", "protect"),
+        ("replica", "protect"),
+    ],
+)
+def test_an_engine_that_loses_a_process_ends_as_a_whole(what, value):
+    """vLLM notices at once that a worker, the scheduler's process, or the engine core of a replica, was killed with -9:
+    it names the process in its log, ends all others, and fails each request, so that nothing is served unguarded, and
+    nothing is left. Canary raises no alarm; it tells the summary of those that have the time. With protect, requests
+    are computed again meanwhile; a scheduler that has stopped answering makes no worker wait."""
+    settings = {"CANARY_LOG_FORMAT": "json", "CANARY_STATS_INTERVAL": "0", "CANARY_ON_VIOLATION": value}
+    told, events = said_by("killed_script", what, plugins="vllm", **settings)
     assert told["answered"][1] == 0
     assert {name for name, _ in told["failed"]} == {"EngineDeadError"}
     assert len(told["failed"]) == 8 - told["answered"][0]
     assert max(seconds for _, seconds in told["failed"]) < 60
-    assert [e for e in events if e["level"] in ("warning", "error")] == []
+    # The next process sweeps the control socket of one that was killed.
+    assert [name for name in told["left"] if not name.endswith(".sock")] == []
+    trouble = {e["event"] for e in events if e["level"] in ("warning", "error")}
+    if value == "report":
+        assert trouble == set()
+    else:
+        assert "recomputed" in trouble
+        assert trouble <= {"incident", "diagnosis", "recomputed", "quarantined"}
     assert sorted((e["replica"], e["rank"]) for e in events if e["event"] == "attached") == WHOSE[what]

@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import MARK, BlockVerdict, RollCall, SchedulerRequests, answer, error_text, mark
+from canary_adapters import MARK, RollCall, SchedulerRequests, Telling, answer, error_text, mark
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
 from canary_vllm.actions import recompute
 from canary_vllm.actions.protection import Protection
 from canary_vllm.allocator.recorder import BlockRecorder
 from canary_vllm.compat import runners, targets
-from canary_vllm.pools.pool import Group
 from canary_vllm.session import Session, attach_runner
 
 
@@ -28,7 +27,8 @@ class Hooks:
         self._recorders: dict[int, BlockRecorder] = {}
         self._internal: dict[int, SchedulerRequests] = {}
         self._roll_calls: dict[int, RollCall] = {}
-        self._running: Session | None = None
+        self._telling: Telling[Session] = Telling()
+        self._place: dict[str, object] = {}
         self._protection: Protection | None = None
 
     @property
@@ -75,21 +75,20 @@ class Hooks:
         self._follow(f"{targets.SCHEDULER}.__init__", self._scheduler)
         self._wrap(f"{targets.SCHEDULER}.shutdown", self._scheduler_ends)
         if config.on_violation != "report":
-            self._protection = Protection(config, self._groups, self._gated, self._tell)
+            self._protection = Protection(config, self._whose, self._tell)
             hook_manager().register(self._protection)
             self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
             self._wrap(f"{targets.SCHEDULER}.update_from_output", self._update)
 
-    def _groups(self) -> list[Group]:
-        return [group for session in self.sessions for group in session.groups]
-
-    def _gated(self, verdict: BlockVerdict) -> bool:
-        return any(session.gates(verdict) for session in self.sessions)
+    def _whose(self) -> Sequence[Session]:
+        return self._telling.among(self.sessions)
 
     def _tell(self, event: Event) -> None:
-        """With the place of the first guarded engine, as far as there is one."""
-        session = next(iter(self.sessions), None)
-        (emit if session is None else session.canary.tell)(event)
+        """With the place of the engine, as far as known here."""
+        if (session := next(iter(self._whose()), None)) is not None:
+            session.canary.tell(event)
+        else:
+            emit(Event(event.name, event.level, {**event.fields, **self._place}))
 
     def stop(self) -> None:
         """Closes all sessions, and restores vLLM's functions."""
@@ -110,7 +109,7 @@ class Hooks:
     def _hook_runner(self, name: str) -> None:
         self._wrap(f"{name}.initialize_kv_cache", self._initialize)
         self._wrap(f"{name}.execute_model", self._execute)
-        self._follow(f"{name}.sample_tokens", self._made)
+        self._wrap(f"{name}.sample_tokens", self._made)
         missing = targets.problems([targets.SAMPLERS[name]])
         if missing:
             self._left_out("what is sampled is not compared with the next forward", missing)
@@ -135,15 +134,20 @@ class Hooks:
 
     def _initialize(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
-        if not profiling and (old := self._sessions.pop(id(runner), None)) is not None:
-            # While the memory that it describes is still the runner's.
-            old.close()
+        if not profiling:
+            self._end(runner)
         result = original()
         if self._config is not None and not profiling:
             if (session := attach_runner(runner, self._config)) is not None:
                 self._sessions[id(runner)] = session
             self._without = bool(session is None and runners.groups(runner))
         return result
+
+    def _end(self, runner: Any) -> None:
+        """Closes the session while the guarded memory is still the runner's; the session's own is given back, too."""
+        if (session := self._sessions.pop(id(runner), None)) is not None:
+            with self._telling.only():
+                session.close()
 
     def answer(self, worker: Any, verdicts: str) -> dict[str, object]:
         """The worker's word on its guard. ``verdicts``: see `workers.question`."""
@@ -186,11 +190,25 @@ class Hooks:
                 session.give(kwargs.get("scheduler_output", args[0] if args else None))
         return original()
 
-    def _made(self, output: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        if (session := self._sessions.get(id(runner))) is not None:
+    def _made(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        if (session := self._sessions.get(id(runner))) is None:
+            return original()
+        return self._run(session, original, True)
+
+    def _run(self, session: Session, run: Callable[[], Any], leaves: bool) -> Any:
+        with self._telling.only(session):
+            made = run()
             with session.canary.guard("mark"):
-                session.leaves()
-                mark(output, session.word, session.recomputed.wanted, session.judge)
+                if leaves:
+                    session.leaves()
+                judge = functools.partial(self._judge, session) if leaves else None
+                mark(made, session.word, session.recomputed.wanted, judge)
+        return made
+
+    def _judge(self, session: Session) -> None:
+        """The tokens of the session's step are on the host. From any thread."""
+        with self._telling.only(session), session.canary.guard("judge"):
+            session.canary.step.reader.judge()
 
     @contextmanager
     def _sheltered(self, what: str) -> Iterator[None]:
@@ -207,14 +225,7 @@ class Hooks:
         dummy = kwargs.get("dummy_run", args[1] if len(args) > 1 else False)
         if session is None or dummy:
             return original()
-        self._running = session
-        try:
-            made = session.execute(original, output)
-            with session.canary.guard("mark"):
-                mark(made, session.word, session.recomputed.wanted)
-            return made
-        finally:
-            self._running = None
+        return self._run(session, functools.partial(session.execute, original, output), False)
 
     def _forward(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(runner))
@@ -229,13 +240,15 @@ class Hooks:
             session.prepared(batch, tables)
 
     def _connected(self, _: Any, *args: Any, **kwargs: Any) -> None:
-        if self._running is not None:
-            self._running.begin(kwargs.get("attn_metadata"))
+        for session in self._telling.among(()):
+            session.begin(kwargs.get("attn_metadata"))
 
     def _scheduler(self, _: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         if self._config is None:
             return
         try:
+            replica = runners.replica(scheduler.vllm_config)
+            self._place = {"replica": replica} if replica else {}
             recorder = self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
             internal = self._internal[id(scheduler)] = recompute.follow(scheduler, self._config)
             recorder.told.append(internal.note)
@@ -267,10 +280,14 @@ class Hooks:
 
     def _act(self, scheduler: Any, made: Any = None) -> None:
         if self._protection is not None and id(scheduler) in self._recorders:
-            try:
-                self._protection.act(scheduler, made)
-            except Exception as error:
-                emit(Event("quarantine_failed", "error", {"reason": error_text(error)}))
+            own = [session for session in self.sessions if session.runner.vllm_config is scheduler.vllm_config]
+            with self._telling.only(*own):
+                try:
+                    for session in own:
+                        session.leaves()
+                    self._protection.act(scheduler, made)
+                except Exception as error:
+                    self._tell(Event("quarantine_failed", "error", {"reason": error_text(error)}))
 
     def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._roll_calls.pop(id(scheduler.vllm_config), None)
@@ -283,10 +300,7 @@ class Hooks:
         return original()
 
     def _worker_ends(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        runner = getattr(getattr(wrapper, "worker", None), "model_runner", None)
-        if (session := self._sessions.pop(id(runner), None)) is not None:
-            # While the memory that it describes is still the runner's; its own is given back, too.
-            session.close()
+        self._end(getattr(getattr(wrapper, "worker", None), "model_runner", None))
         return original()
 
     def _weights_end(self, original: Callable[[], Any], worker: Any, *args: Any, **kwargs: Any) -> Any:

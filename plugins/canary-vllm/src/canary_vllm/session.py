@@ -160,14 +160,9 @@ class Session:
         return self._loads is not None and self._loads.brought.takes(verdict)
 
     def leaves(self) -> None:
-        """The output of the step leaves next."""
+        """An output leaves the runner, or this process, next."""
         if self._loads is not None:
             self._loads.brought.late()
-
-    def judge(self) -> None:
-        """The tokens of the step are on the host. From any thread."""
-        with self.canary.guard("judge"):
-            self.canary.step.reader.judge()
 
     @property
     def word(self) -> Mark:

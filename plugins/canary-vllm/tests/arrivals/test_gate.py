@@ -22,9 +22,9 @@ STEPS = pytest.mark.parametrize("wait_steps", [0, 3], ids=["while the forward ru
 POLICY = pytest.mark.parametrize("policy", ["recompute", "fail"])
 
 
-def attentive(**options: Any) -> SmallEngine:
+def attentive(model: str = "llama", connector: Any = CONNECTOR, **options: Any) -> SmallEngine:
     """vLLM with a connector, its own prefix cache, and a model whose answers depend on all of the prompt."""
-    engine = SmallEngine("llama", kv_transfer_config=CONNECTOR, **options)
+    engine = SmallEngine(model, kv_transfer_config=connector, **options)
     with torch.no_grad():
         for layer in engine.runner.get_model().model.layers:
             layer.input_layernorm.weight.fill_(1000)
@@ -216,6 +216,55 @@ def test_the_next_step_may_be_under_way(ahead, store, wait_steps, policy):
         assert told(found, "aborted") == []
         store.fault = None
         assert serve(ahead, [PROMPT, BESIDE], "after") == [right, beside]
+
+
+def test_a_verdict_may_come_when_the_next_step_has_been_issued(ahead, store, monkeypatch):
+    """As on a GPU with asynchronous scheduling: nothing is on the host before vLLM has waited for the step's tokens,
+    too late for the output's own word. The tokens are given to nobody yet, so the request is computed again."""
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
+
+    from canary_core.runtime.host_copy import HostCopy
+
+    waited, execute = [True], ahead.core.model_executor.execute_model
+    monkeypatch.setattr(HostCopy, "arrived", lambda _: waited[0])
+    given = AsyncGPUModelRunnerOutput.get_output
+    monkeypatch.setattr(AsyncGPUModelRunnerOutput, "get_output", lambda self: (given(self), waited.insert(0, True))[0])
+    with guard(ahead, "recompute") as found:
+        right, beside = serve(ahead, [PROMPT, BESIDE], "first")
+        issue = lambda *args, **more: (waited.insert(0, False), execute(*args, **more))[1]  # noqa: E731
+        monkeypatch.setattr(ahead.core.model_executor, "execute_model", issue)
+        store.fault = lambda prefix, *rest: (flipped if prefix[0] == PROMPT[0] else untouched)(prefix, *rest)
+        assert serve(ahead, [PROMPT, BESIDE], "ill") == [right, beside]
+        assert (told(found, "recomputed"), told(found, "aborted")) == (["ill-0"], [])
+        assert "gated_blocks" not in found.canary.stats()
+
+
+def test_a_load_for_several_groups_is_acted_on_as_other_findings(store, monkeypatch):
+    """Full and sliding layers with blocks of their own, for which vLLM takes no block numbers from a connector: what is
+    wrong in either is computed again before a token is given out, whatever vLLM's own policy."""
+    # vLLM has one connector for all engines of a process.
+    monkeypatch.setattr("vllm.distributed.kv_transfer.kv_transfer_state._KV_CONNECTOR_AGENT", None)
+    names = dict(kv_connector="GroupedStore", kv_connector_module_path="vllm_on_cpu.grouped_store")
+    options = dict(disable_hybrid_kv_cache_manager=False, num_gpu_blocks_override=48)
+    engine = attentive("gemma3", {**CONNECTOR, **names}, **options)
+    assert len(engine.runner.kv_cache_config.kv_cache_groups) > 1
+    for value, layer, steps in (("report", 3, 0), ("protect", 3, 0), ("protect", 3, 3), ("protect", 0, 0)):
+        store.__init__()
+        with guard(engine, "fail", on_violation=value, ledger_private="GroupedStore") as found:
+            right, beside = serve(engine, [PROMPT, BESIDE], "first")
+            store.wait_steps = steps
+            wrong = lambda prefix, name, data: data * -1e4 if f".{layer}." in name else data  # noqa: B023, E731
+            store.fault = lambda prefix, *rest: (wrong if prefix[0] == PROMPT[0] else untouched)(prefix, *rest)  # noqa: B023
+            ill, well = serve(engine, [PROMPT, BESIDE], "ill")
+            assert well == beside
+            assert {(v.kind, v.request) for v in found.findings.violations} == {(Kind.ARRIVAL, "ill-0")}
+            assert "gated_blocks" not in found.canary.stats()
+            if value == "report":
+                assert ill != right
+                continue
+            assert (ill, told(found, "recomputed"), told(found, "aborted")) == (right, ["ill-0"], [])
+            store.fault = None
+            assert serve(engine, [PROMPT, BESIDE], "after") == [right, beside]
 
 
 @pytest.mark.xdist_group("processes")

@@ -1,7 +1,10 @@
 """vLLM's server, as a client sees it: answers streamed over HTTP to the `openai` package, while bits flip in KV that
 nobody reads. Prints one line of JSON.
 
-    CANARY_PLUGINS=vllm CANARY_ON_VIOLATION=protect python -m vllm_on_cpu.client_script [ROUNDS [RANKS]]
+    CANARY_PLUGINS=vllm CANARY_ON_VIOLATION=protect python -m vllm_on_cpu.client_script [ROUNDS [WORKERS]]
+
+``WORKERS``: ``1``; ``2``: tensor-parallel ranks, of which bits of the last one flip; ``stages`` of a pipeline, or
+data-parallel ``replicas``, two of which bits of either flip, by chance.
 """
 
 import asyncio
@@ -22,6 +25,16 @@ from typing import Any
 PROMPTS, TOKENS, NEW = 6, 100, 16
 START_S, ANSWER_S = 300, 60
 POINTS = "[vllm.general_plugins]\nflipper = vllm_on_cpu.flipper:start\n"
+PARALLEL: dict[str, dict[str, Any]] = {
+    "1": dict(enforce_eager=True),
+    "2": dict(enforce_eager=True, tensor_parallel_size=2),
+    # Chunks, so that both stages compute at once. vLLM 0.32 on a CPU makes a stage's buffers while it compiles the
+    # model: with --enforce-eager the first request fails, `assert self.intermediate_tensors is not None`.
+    "stages": dict(
+        pipeline_parallel_size=2, max_num_batched_tokens=64, compilation_config='{"mode": 2, "backend": "eager"}'
+    ),
+    "replicas": dict(enforce_eager=True, data_parallel_size=2),
+}
 OURS = "canary = canary_vllm.plugin:start\n[canary]\nvllm = canary_vllm.plugin\n"
 """For an environment in which canary-vllm is on the path, and not installed."""
 
@@ -48,7 +61,7 @@ def folder() -> str:
 class Server:
     """vLLM's server in processes of its own, as of `vllm serve`. ``flips``: the folder that `flipper` looks into."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, workers: str) -> None:
         from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS
 
         self.flips = Path(tempfile.mkdtemp(prefix="canary-flips-"))
@@ -64,9 +77,13 @@ class Server:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
         environment["PYTHONPATH"] = os.pathsep.join([str(self.flips), *filter(None, sys.path)])
         sizes = dict(max_model_len=OPTIONS["max_model_len"], max_num_seqs=8, block_size=OPTIONS["block_size"])
-        sizes |= dict(num_gpu_blocks_override=64, tensor_parallel_size=ranks, port=self.port)
-        options = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
-        options += ["--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
+        sizes |= dict(num_gpu_blocks_override=64, port=self.port, dtype="float32", served_model_name="tiny")
+        given = {**sizes, **PARALLEL[workers]}.items()
+        options = [
+            word for name, size in given for word in (f"--{name.replace('_', '-')}", str(size)) if word != "True"
+        ]
+        self._draw = None if workers in ("1", "2") else random.Random(workers)
+        self._last = int(workers != "1")
         self.log = self.flips / "log"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder(), *options],
@@ -86,9 +103,12 @@ class Server:
         raise RuntimeError(self.log.read_text()[-3000:])
 
     def flip(self) -> int:
-        """Flips a bit in every block of the last rank's pool, and says how many."""
+        """Flips a bit in every block of one worker's pool, and says how many."""
         self.number += 1
-        (self.flips / f"flip-{self.number}").touch()
+        worker = self._last if self._draw is None else self._draw.randrange(2)
+        partial = self.flips / "next"
+        partial.write_text(str(worker))
+        partial.rename(self.flips / f"flip-{self.number}")
         done = self.flips / f"done-{self.number}"
         end = time.monotonic() + ANSWER_S
         while not done.exists():
@@ -153,15 +173,18 @@ async def serve(server: Server, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Serves, and tells what clients got."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 4
-    server = Server(int(sys.argv[2]) if len(sys.argv) > 2 else 1)
+    server = Server(sys.argv[2] if len(sys.argv) > 2 else "1")
     try:
         server.wait()
         told = asyncio.run(serve(server, rounds))
     finally:
         server.end()
     lines = [line for line in server.log.read_text().splitlines() if line.startswith("{")]
-    events = [json.loads(line)["event"] for line in lines if '"event": ' in line]
+    every = [json.loads(line) for line in lines if '"event": ' in line]
+    events = [event["event"] for event in every]
     told["events"] = {name: events.count(name) for name in ("recomputed", "aborted", "quarantined", "incident")}
+    for name, event in (("found", "incident"), ("acted", "recomputed")):
+        told[name] = sorted({one.get("replica", 0) for one in every if one["event"] == event})
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
 

@@ -24,23 +24,25 @@ def start() -> None:
     def initialize(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = right(self, *args, **kwargs)
         parallel = self.vllm_config.parallel_config
-        # The last rank's shard alone: no other rank can see it.
-        if parallel.rank == parallel.tensor_parallel_size - 1:
-            threading.Thread(target=_watch, args=(self, Path(folder)), daemon=True).start()
+        replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        worker = parallel.rank + replica * parallel.world_size
+        threading.Thread(target=_watch, args=(self, worker, Path(folder)), daemon=True).start()
         return made
 
     GPUModelRunner.initialize_kv_cache = initialize
 
 
-def _watch(runner: Any, folder: Path) -> None:
-    draw, number = random.Random("flipper"), 1
+def _watch(runner: Any, worker: int, folder: Path) -> None:
+    """A file names the worker whose bits flip: no other can see them."""
+    draw, number = random.Random(f"flipper {worker}"), 1
     while True:
         time.sleep(0.05)
-        if (folder / f"flip-{number}").exists():
-            flipped = _flip(runner, draw)
-            partial = folder / f"part-{number}"
-            partial.write_text(str(flipped))
-            partial.rename(folder / f"done-{number}")
+        asked = folder / f"flip-{number}"
+        if asked.exists():
+            if int(asked.read_text()) == worker:
+                partial = folder / f"part-{number}"
+                partial.write_text(str(_flip(runner, draw)))
+                partial.rename(folder / f"done-{number}")
             number += 1
 
 

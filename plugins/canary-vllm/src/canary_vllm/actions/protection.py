@@ -8,7 +8,7 @@ from typing import Any
 
 from canary_adapters import BlockVerdict, HashChain, VerdictWay
 from canary_core import CanaryConfig, Event, Patches, Verdict, Writers, hookimpl
-from canary_vllm.pools.pool import Group
+from canary_vllm.session import Session
 
 MOST_TRIES = 2
 """How often one request is computed again, before an error ends the request: the fault stays."""
@@ -17,8 +17,8 @@ MOST_TRIES = 2
 class Protection:
     """Receives verdicts of this process's workers, or of other processes by a `VerdictWay`, and acts before the
     scheduler takes the output of the verdicts' own step: no token of that step is given out for a request with such KV.
-    ``groups``: the guarded ones. ``gated``: whether an output names the block as failed, see `BlockLoads`. ``tell``:
-    names the engine in an event, and hands the event to all plugins.
+    ``sessions``: of the runners at work, a verdict's own. ``tell``: names the engine in an event, and hands the event
+    to all plugins.
 
     | ``CANARY_ON_VIOLATION`` | requests that have the block                         | the block                    |
     |-------------------------|------------------------------------------------------|------------------------------|
@@ -34,13 +34,11 @@ class Protection:
     def __init__(
         self,
         config: CanaryConfig,
-        groups: Callable[[], Iterable[Group]],
-        gated: Callable[[BlockVerdict], bool],
+        sessions: Callable[[], Iterable[Session]],
         tell: Callable[[Event], None],
     ) -> None:
         self._mode = config.on_violation
-        self._groups = groups
-        self._gated = gated
+        self._sessions = sessions
         self._tell = tell
         self._schedulers: dict[int, HashChain] = {}
         self._patches = Patches()
@@ -53,15 +51,18 @@ class Protection:
     @hookimpl
     def canary_verdict(self, verdict: Verdict) -> None:
         """In a worker: sends the verdict to the scheduler's process, or keeps the verdict for a scheduler here."""
-        found = BlockVerdict.of(verdict, self._groups())
-        if found is None or self._gated(found):
-            return
-        if not self.way.put(found, bool(self._schedulers)):
-            self._failed(f"the scheduler's process can't be told; nothing is done about a finding ({found.kind})")
+        for session in self._sessions():
+            found = BlockVerdict.of(verdict, session.groups)
+            # An output names what is gated.
+            if found is None or session.gates(found) or self.way.put(found, session.runner.vllm_config):
+                continue
+            reason = f"the scheduler's process can't be told; nothing is done about a finding ({found.kind})"
+            self._tell(Event("quarantine_failed", "warning", {"reason": reason}))
 
     def joined(self, scheduler: Any) -> None:
         """A scheduler runs in the process."""
         self._schedulers[id(scheduler)] = chain = HashChain()
+        self.way.joined(scheduler.vllm_config)
         if self._mode == "protect":
             self._patches.follow(scheduler.kv_cache_manager.block_pool, "cache_full_blocks", partial(_cached, chain))
             if getattr(scheduler, "connector", None) is not None:
@@ -79,13 +80,8 @@ class Protection:
         self.way.close()
 
     def act(self, scheduler: Any, made: Any = None) -> None:
-        """Before ``scheduler`` takes the output ``made``, or makes its next batch. With several schedulers in one
-        process the owner of its workers' blocks is unknown."""
-        found, here = self.way.take(scheduler.vllm_config), self.way.here()
-        if len(self._schedulers) == 1:
-            found += here
-        elif here:
-            self._failed(f"{len(self._schedulers)} engines in this process; nothing is done about findings of its own")
+        """Before ``scheduler`` takes the output ``made``, or makes its next batch."""
+        found = self.way.take(scheduler.vllm_config)
         brought = getattr(made, "kv_connector_output", None)
         failed = set(getattr(brought, "invalid_block_ids", None) or ())
         if found or (failed and self._mode == "protect"):
@@ -137,14 +133,13 @@ class Protection:
         for request, own in reversed(concerned):
             tries = self._tries[request.request_id] = self._tries.get(request.request_id, 0) + 1
             stands = all(v.stands for v in own) or not request.num_output_tokens
-            about = {"request": Writers.told(request.request_id), **_about(own[0])}
             if self._mode == "abort" or (self._mode == "protect" and (not stands or tries > MOST_TRIES)):
                 ending.append(request)
-                self._tell(Event("aborted", "error", about))
+                self._told("aborted", request, own[0])
             else:
                 self._before[request.request_id] = max(v.step for v in own) + ahead
                 preempt(scheduler, request, made)
-                self._tell(Event("recomputed", "warning", about))
+                self._told("recomputed", request, own[0])
         if ending:
             from vllm.v1.request import RequestStatus
 
@@ -156,8 +151,11 @@ class Protection:
     def _left(self, request: Any, verdict: BlockVerdict) -> None:
         """vLLM itself computes again what ``request`` has from the block of ``verdict`` on."""
         self._tries.setdefault(request.request_id, 0)
+        self._told("recomputed", request, verdict)
+
+    def _told(self, name: str, request: Any, verdict: BlockVerdict) -> None:
         about = {"request": Writers.told(request.request_id), **_about(verdict)}
-        self._tell(Event("recomputed", "warning", about))
+        self._tell(Event(name, "error" if name == "aborted" else "warning", about))
 
     def _evict(self, scheduler: Any, found: Sequence[BlockVerdict]) -> None:
         pool, chain = scheduler.kv_cache_manager.block_pool, self._schedulers[id(scheduler)]
@@ -173,9 +171,6 @@ class Protection:
             pool.evict_blocks(evicted)
             about = _about(found[0]) | {"blocks": len(blocks), "evicted": len(evicted)}
             self._tell(Event("quarantined", "warning", about))
-
-    def _failed(self, reason: str) -> None:
-        self._tell(Event("quarantine_failed", "warning", {"reason": reason}))
 
 
 def _cached(chain: HashChain, _: Any, request: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
@@ -198,8 +193,7 @@ def recomputes(scheduler: Any) -> bool:
 
 
 def _about(verdict: BlockVerdict) -> dict[str, object]:
-    fields: dict[str, object] = {"kind": verdict.kind, "region": verdict.region, "slot": verdict.slot}
-    return fields | {"block": verdict.block}
+    return {"kind": verdict.kind, "region": verdict.region, "slot": verdict.slot, "block": verdict.block}
 
 
 def preempt(scheduler: Any, request: Any, made: Any = None) -> None:
