@@ -50,7 +50,7 @@ from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, deliver
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sampled_tokens import sampled_tokens
-from canary_adapters.scales import WatchedScales
+from canary_adapters.scales import WatchedScales, kv_scales
 from canary_adapters.sources import (
     CHECKED_DTYPES,
     PackedPage,
@@ -164,6 +164,7 @@ __all__ = [
     "hits_unchecked",
     "is_internal",
     "kv_layers",
+    "kv_scales",
     "layer_numbers",
     "lmcache_storage",
     "mark",

@@ -1,9 +1,9 @@
 """`AttentionWatch`: attention of one layer, in turns, in the forwards that compute a request again."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,20 +24,28 @@ MOST_QUERIES = 1024
 """Its last tokens, of which queries and outputs are kept, too; as many again where these come in several forwards."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+COARSE = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 NO_MEMORY = "the device has no memory for a second computation of its attention"
 OTHER_CALLS = "not all of its tokens came through the engine's function of attention, as where a graph is replayed"
 
 
+def _no_scales(number: int) -> str:
+    return "nobody knows its scales"
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCalls:
     """How an engine's layers compute attention. layers: by number; asked for once. method: the owners' method.
-    operands: gives queries, keys, values and output, ``[tokens, heads, dim]`` each, of a layer's number, a call's
-    result and the call's arguments; nothing for another layer of the same owner, or the reason against a look."""
+    operands: gives queries, keys, values, ``[tokens, heads, dim]`` each, and the output's memory unless the call gives
+    the output, of a layer's number and a call's arguments; nothing for another layer of the same owner, or the reason
+    against a look. scales: the factors by which attention of a layer, by number, reads keys and values stored in fp8;
+    or the reason for which it can't be computed from these alone."""
 
     layers: Callable[[], Mapping[int, AttentionLayer]] = dict
     method: str = ""
     operands: Callable[..., Sequence[Tensor] | str] = tuple
+    scales: Callable[[int], tuple[float, float] | str] = _no_scales
 
 
 @dataclass(slots=True, eq=False)
@@ -121,8 +129,8 @@ class AttentionWatch:
         self, watched: _Watched, counts: Mapping[str, int], order: Callable[[], Sequence[str]]
     ) -> Iterator[None]:
         layer, before = self._layers[watched.look.layer], watched.tokens
-        patches = Patches(self._canary.guard)
-        patches.follow(layer.owner, self._calls.method, partial(self._take, watched, counts, order))
+        patches = Patches()
+        patches.wrap(layer.owner, self._calls.method, functools.partial(self._watches, watched, counts, order))
         try:
             yield
         finally:
@@ -130,27 +138,61 @@ class AttentionWatch:
             if watched.tokens != before + counts[watched.request] and watched.doubt is None:
                 watched.doubt = OTHER_CALLS
 
+    def _watches(
+        self,
+        watched: _Watched,
+        counts: Mapping[str, int],
+        order: Callable[[], Sequence[str]],
+        attend: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        @functools.wraps(attend)
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            rows: slice | None = None
+            given: Sequence[Tensor] = ()
+            with self._canary.guard("attention"):
+                rows, given = self._take(
+                    watched, counts, order(), self._calls.operands(watched.look.layer, *args, **kwargs)
+                )
+            result = attend(*args, **kwargs)
+            if rows is not None:
+                with self._canary.guard("attention"):
+                    self._keep(watched, rows, given[0], result if len(given) < 4 else given[3])
+            return result
+
+        return watching
+
     def _take(
-        self, watched: _Watched, counts: Mapping[str, int], order: Callable[[], Sequence[str]], *call: Any, **more: Any
-    ) -> None:
-        given = self._calls.operands(watched.look.layer, *call, **more)
+        self, watched: _Watched, counts: Mapping[str, int], names: Sequence[str], given: Sequence[Tensor] | str
+    ) -> tuple[slice | None, Sequence[Tensor]]:
+        """Keeps keys and values, which the store may change. Gives the rows whose queries and output come next, None
+        for none; and the operands."""
         if not given:
-            return
-        names, new = order(), counts[watched.request]
+            return None, ()
         watched.doubt = given if isinstance(given, str) else _doubt(watched, given, names, counts)
         if isinstance(given, str) or watched.doubt is not None:
-            return
-        queries, keys, values, output = given
+            return None, ()
+        _, keys, values, *_ = given
+        new = counts[watched.request]
         first = sum(counts.get(name, 0) for name in names[: names.index(watched.request)])
-        rows, last = slice(first, first + new), slice(first + max(0, new - MOST_QUERIES), first + new)
+        rows = slice(first, first + new)
         try:
             watched.keys.append(keys[rows].clone())
             watched.values.append(values[rows].clone())
-            at = watched.tokens + last.start - first
-            watched.queries.append((at, queries[last].clone(), output[last].clone()))
         except torch.OutOfMemoryError:
             watched.doubt = NO_MEMORY
+            return None, ()
         watched.tokens += new
+        return slice(first + max(0, new - MOST_QUERIES), first + new), given
+
+    def _keep(self, watched: _Watched, rows: slice, queries: Tensor, output: Any) -> None:
+        if not isinstance(output, Tensor) or output.dtype not in FLOATS:
+            watched.doubt = f"its attention gives {getattr(output, 'dtype', type(output).__name__)}"
+            return
+        at = watched.tokens - (rows.stop - rows.start)
+        try:
+            watched.queries.append((at, queries[rows].clone(), output[rows].clone()))
+        except torch.OutOfMemoryError:
+            watched.doubt = NO_MEMORY
         if len(watched.queries) > 1 and watched.tokens - watched.queries[1][0] >= MOST_QUERIES:
             del watched.queries[0]
 
@@ -163,8 +205,9 @@ class AttentionWatch:
             sources = self._sources(number, half)
             if not sources:
                 return "its keys and values are not stored by themselves"
-            if sources[0].dtype not in FLOATS:
-                return f"its KV is stored as {sources[0].dtype}"
+            scales = self._calls.scales(number) if sources[0].dtype in COARSE else ""
+            if sources[0].dtype not in FLOATS and isinstance(scales, str):
+                return f"its KV is stored as {sources[0].dtype}{scales and ', and '}{scales}"
         return None
 
     def _sources(self, number: int, half: str) -> list[KVSource]:
@@ -173,37 +216,52 @@ class AttentionWatch:
         return [source for source in region.sources if source.layer == number and source.half == half]
 
     def _compute(self, watched: _Watched, slots: Tensor) -> None:
-        from canary_core.ops.torch.compare_kv import numbers
+        from canary_core.ops.torch.compare_kv import elements, numbers
 
-        look, read = watched.look, []
-        given = torch.cat(watched.keys), torch.cat(watched.values)
-        for half, computed in zip("kv", given, strict=True):
-            sources = self._sources(look.layer, half)
-            if sources[0].dtype != computed.dtype or sum(one.slot_bytes for one in sources) != computed[0].nbytes:
+        look, read, made = watched.look, [], []
+        for half, parts in zip("kv", (watched.keys, watched.values), strict=True):
+            sources, computed = self._sources(look.layer, half), torch.cat(parts)
+            kind = sources[0].dtype
+            scales = self._calls.scales(look.layer) if kind in COARSE else (1.0, 1.0)
+            alike = kind in (computed.dtype, *COARSE) and sum(map(elements, sources)) == computed[0].numel()
+            if kind is None or not alike or isinstance(scales, str):
                 look.doubt = f"its KV is computed as {computed.dtype} and stored in another form"
                 return
             found = [numbers(source, slots.long()) for source in sources]
-            held, (_, there) = torch.cat([part for part, _ in found], 1), found[0]
+            held, (_, there) = torch.cat([part for part, _ in found], 1).view(computed.shape), found[0]
+            stored = computed
+            if kind in COARSE:
+                held, stored = _coarse(held, computed, scales["kv".index(half)], kind)
             # A window may have passed the first ones.
-            read.append(torch.where(there[:, None, None], held.view(computed.shape), computed))
+            read.append(torch.where(there[:, None, None], held, stored))
+            made.append(stored)
         for first, queries, output in watched.queries:
             end = first + len(queries)
             keys, values = (tensor[:end] for tensor in read)
-            computed_keys, computed_values = (tensor[first:end] for tensor in given)
+            computed_keys, computed_values = (tensor[first:end] for tensor in made)
             output = output.view(*queries.shape[:2], -1)
             look.see(Attended(look.layer, first, queries, keys, values, output, computed_values, computed_keys))
         look.arrived()
 
 
+def _coarse(held: Tensor, computed: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Stored numbers as attention reads them, and as the store should have left them: the same where ``computed`` may
+    have been rounded, or cut off by up to a step, to ``dtype``, after a rounding of the division by ``scale``."""
+    kind, small = torch.finfo(dtype), torch.finfo(computed.dtype).eps
+    read, right = held * scale, computed.float().clamp(-kind.max * scale, kind.max * scale)
+    steps = torch.where(read.abs() > right.abs(), 0.5, 1.0) * kind.eps + small
+    near = (read - right).abs() <= steps * right.abs() + kind.smallest_normal * kind.eps * scale
+    return read, torch.where(near, read, (right / scale).to(dtype).float() * scale)
+
+
 def _doubt(watched: _Watched, given: Sequence[Tensor], names: Sequence[str], counts: Mapping[str, int]) -> str | None:
     """Why a call of a layer's attention can't be looked at, None if it can. ``given``: see `AttentionCalls`."""
-    queries, *_, output = given
     if watched.request not in names:
         return "its rows in the batch are not known"
-    if len(queries) < sum(counts.values()):
+    if len(given[0]) < sum(counts.values()):
         return "its batch is computed in parts"
     if not {tensor.dtype for tensor in given} <= {*FLOATS}:
-        return f"its attention computes in {queries.dtype} and gives {output.dtype}"
+        return f"its attention computes in {given[0].dtype}"
     if watched.tokens + counts[watched.request] > MOST_TOKENS:
         return f"requests of more than {MOST_TOKENS} tokens are not looked at"
     return None

@@ -1,10 +1,11 @@
-"""`WatchedScales`: the scales by which layers quantize KV, and whether they have changed."""
+"""Scales by which layers quantize KV: `WatchedScales` tells of changes, `kv_scales` gives those of one layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.weights import UNCOUNTED, counter
 from canary_core import Canary, Event
 
@@ -73,6 +74,17 @@ class WatchedScales:
             # Something may have been written with the old ones.
             self._canary.tell(Event("scales_changed", "warning", fields))
             self._canary.step.weights_changed(said, since=self._same)
+
+
+def kv_scales(layers: Mapping[str, Any], shown: Sequence[str], number: int) -> tuple[float, float] | str:
+    """Factors by which attention of the layer of this ``number`` reads keys and values: ``_k_scale_float`` and
+    ``_v_scale_float``. Or the reason for which nobody knows, unless the type of the layer's ``impl`` is one of those
+    ``shown`` to compute attention from nothing but queries and stored numbers times these."""
+    layer = next((layers[name] for name, of in layer_numbers([*layers]).items() if of == number), None)
+    backend = type(getattr(layer, "impl", None)).__name__
+    if layer is None or backend not in shown:
+        return f"nobody has shown how {backend} reads it"
+    return float(layer._k_scale_float), float(layer._v_scale_float)
 
 
 def _seen(scale: Any) -> Any:

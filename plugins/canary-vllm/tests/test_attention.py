@@ -1,11 +1,12 @@
 """One layer's attention is computed a second time in plain torch, in turns, where vLLM computes a request again: wrong
 on every path alike is found. vLLM's own layers are broken from outside, in all of its forwards."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from vllm_on_cpu import guarded, verified
+from vllm_on_cpu import guarded, setups, verified
 from vllm_on_cpu.attention_types import MORE, WINDOW, checkpoint
 from vllm_on_cpu.engine import SmallEngine
 
@@ -19,6 +20,9 @@ LAYERS = 3
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 SIXTEEN = {"dtype": "bfloat16", "initializer_range": 0.2}
 """With smaller logits: rounding hides less of a fault."""
+FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+COARSE = ({**FP8, "initializer_range": 0.2}, {**SIXTEEN, "kv_cache_dtype": "fp8_e5m2"})
+LACKING = setups.lacking("fp8")
 OFTEN = frozenset({"gemma2", "gpt_oss", "qwen3_moe"})
 """Types that CI runs by themselves: with a cap, with sinks, with one window for all. Others have tests below."""
 
@@ -32,6 +36,7 @@ def engines() -> Callable[..., SmallEngine]:
         key = f"{kind} {more}"
         if key not in made:
             options = {"dtype": more.pop("dtype", "float32"), "num_gpu_blocks_override": 48, "max_num_seqs": 12}
+            options["kv_cache_dtype"] = more.pop("kv_cache_dtype", "auto")
             made[key] = SmallEngine(checkpoint(kind, **more), load_format="auto", **options)
         return made[key]
 
@@ -124,6 +129,10 @@ def test_attention_that_is_wrong_on_every_path_is_found(fault, kind, more, wrong
         ("llama", {}),
         ("llama", SIXTEEN),
         ("gemma3_text", MIXED),
+        *(
+            pytest.param("llama", more, marks=pytest.mark.skipif(LACKING is not None, reason=str(LACKING)))
+            for more in COARSE
+        ),
     ],
 )
 def test_clean_traffic_is_never_blamed_and_answers_stay_the_same(kind, more, engines):
@@ -138,6 +147,62 @@ def test_clean_traffic_is_never_blamed_and_answers_stay_the_same(kind, more, eng
         assert stats["attention_looks"] >= 2 * LAYERS
         assert guard.findings.violations == []
         assert all("forward" not in vars(layer.impl) for layer in layers(small))
+
+
+def scaled(layer: Any, **scales: float) -> Any:
+    """The layer, but for its scales."""
+    other = copy.copy(layer)
+    vars(other).update(scales)
+    return other
+
+
+def stored(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
+    """K of one layer is stored under a scale 1.5 times the layer's."""
+    wrong = layers(small)[1]
+    kind = type(wrong.impl)
+    right = kind.do_kv_cache_update
+
+    def store(self: Any, layer: Any, *rest: Any) -> None:
+        other = layer if layer is not wrong else scaled(layer, _k_scale_float=1.5 * layer._k_scale_float)
+        right(self, other, *rest)
+
+    patch.setattr(kind, "do_kv_cache_update", store)
+
+
+def read(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
+    """K of one layer is read under a scale 1.05 times the layer's."""
+    wrong = layers(small)[1]
+    kind = type(wrong.impl)
+    right = kind.forward
+
+    def forward(self: Any, layer: Any, *rest: Any, **more: Any) -> Any:
+        other = layer if layer is not wrong else scaled(layer, _k_scale_float=1.05 * layer._k_scale_float)
+        return right(self, other, *rest, **more)
+
+    patch.setattr(kind, "forward", forward)
+
+
+@pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+@pytest.mark.parametrize("more", COARSE, ids=str)
+@pytest.mark.parametrize(("fault", "rule"), [(stored, "keys"), (read, "scale"), (scale, "scale")])
+def test_a_wrong_scale_of_fp8_is_found_and_its_layer_named(more, fault, rule, engines, monkeypatch):
+    """Each layer has scales of its own. Whoever stores or reads K of one layer by another one is told, as is the scale
+    of its products; and nothing before."""
+    small = engines("llama", layers=LAYERS, **more)
+    for number, layer in enumerate(layers(small)):
+        monkeypatch.setattr(layer, "_k_scale_float", 0.3 + 0.1 * number)
+        monkeypatch.setattr(layer, "_v_scale_float", 0.7 - 0.1 * number)
+    with guarded.guard(small, **QUIET) as guard:
+        before = every_layer(small, "before")
+        assert sorted(answer.attention.layer for answer in before) == list(range(LAYERS))
+        assert [answer.table() for answer in before if answer.attention.differs] == []
+        fault(small, monkeypatch)
+        after = every_layer(small, "asked")
+        guard.canary.drain()
+    differing = [answer.attention for answer in after if answer.attention.differs]
+    assert [(one.layer, one.deviation) for one in differing] == [(1, rule)]
+    found = [v for v in guard.findings.violations if v.kind is Kind.ATTENTION]
+    assert [(v.rule, v.layer, v.request) for v in found] == [(rule, 1, "asked")]
 
 
 @pytest.mark.parametrize(

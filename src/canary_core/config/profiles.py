@@ -19,9 +19,10 @@ HUNT: dict[str, Any] = {
     "ranks_interval": 16,
     "read_interval": 1,
     "memory": "exact",
+    "recompute": "5%",
 }
 """Settings for earlier findings, at a price: reads compared, a busier scrub, sweeps, states every step, stores compared
-layer by layer, weights, prefix hits and ranks compared, counters read after every forward, a fingerprint a layer."""
+layer by layer, weights, hits and ranks compared, counters read after each forward, exact fingerprints, recomputes."""
 
 PROTECT: dict[str, Any] = {"hit_check": True, "read_interval": 1}
 """Values set by ``on_violation=protect``, unless given: what is shared is compared before, and told at once."""
@@ -29,7 +30,7 @@ PROTECT: dict[str, Any] = {"hit_check": True, "read_interval": 1}
 PROFILES: dict[str, dict[str, Any]] = {
     "watch": {},
     "hunt": HUNT,
-    "ci": {**HUNT, "mode": "raise", "audit": 8},
+    "ci": {**HUNT, "mode": "raise", "audit": 8, "recompute": "8"},
 }
 """Values set by each profile, unless a variable or an argument is given. ``watch`` has the defaults."""
 

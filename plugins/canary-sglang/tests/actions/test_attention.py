@@ -10,10 +10,11 @@ from canary_adapters import ATTENTION_TYPES
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
 
 OPTIONS = {"dtype": "float32", "max_total_tokens": 1024}
+FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 LAYERS = 3
 TRITON = {"TRITON_INTERPRET": "1"}
-IN_ONE_POOL = {"disable_hybrid_swa_memory": True}
-"""Windows have no pool of their own: else nothing is computed again."""
+PASSED = {**TRITON, "SGLANG_SWA_EVICTION_INTERVAL": "1"}
+"""Where windows have a pool of their own, they give up a token with each forward."""
 BEYOND = pytest.mark.beyond_ci("the same on a model that starts sooner")
 
 
@@ -51,6 +52,7 @@ def clean(done):
         ("values", "llama", {}, {0, 1, 2}),
         ("window", "gemma3_text_attention", {}, {0, 2}),
         ("scale", "llama", {"dtype": "bfloat16", "enable_mixed_chunk": True}, {1}),
+        ("scale", "llama", FP8, {1}),
     ],
 )
 def test_attention_that_is_wrong_on_every_path_is_found(fault, model, options, wrong, engines):
@@ -71,6 +73,16 @@ def test_attention_that_is_wrong_on_every_path_is_found(fault, model, options, w
     assert {one["verdict"] for one in done["answers"] if one["attention"]["deviation"]} == {"differs"}
     told = [event["diagnosis"] for event in done["events"] if event["name"] == "diagnosis"]
     assert told[:1] == ["wrong_attention"]
+    clean(engine.attention_verified())
+
+
+@pytest.mark.parametrize("options", [FP8, {"kv_cache_dtype": "fp8_e5m2", "dtype": "bfloat16"}], ids=str)
+def test_a_wrong_scale_of_fp8_is_found_and_its_layer_named(options, engines):
+    """K of one layer is stored under a scale that attention does not read it by."""
+    engine = engines("llama", **options)
+    clean(engine.attention_verified())
+    done = engine.attention_verified(fault="stored_scale")
+    assert {layer: deviation for layer, deviation in deviations(done).items() if deviation} == {1: "keys"}
     clean(engine.attention_verified())
 
 
@@ -98,7 +110,7 @@ def test_each_known_type_computes_what_its_rule_says(kind, launch):
     """And another scale is told."""
     options = {**OPTIONS, "model": f"{kind}_attention"}
     if kind in IN_TRITON:
-        fields = {"options": {**options, **IN_ONE_POOL, "attention_backend": "triton"}, "environment": TRITON}
+        fields = {"options": {**options, "attention_backend": "triton"}, "environment": PASSED}
     else:
         fields = {"options": options}
     engine = launch(fields, **ASKED)
@@ -128,7 +140,10 @@ def test_a_forward_that_can_not_be_looked_at_is_counted(fault, reason, engines):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"options": {"kv_cache_dtype": "fp8_e4m3"}}, "its KV is stored as torch.float8_e4m3fn"),
+        (
+            {"options": {**FP8, "attention_backend": "triton"}, "environment": TRITON},
+            "stored as torch.float8_e4m3fn, and nobody has shown how TritonAttnBackend reads it",
+        ),
         pytest.param(
             {"options": {"model": "deepseek_v2", "attention_backend": "triton"}, "environment": TRITON},
             "not stored by themselves",

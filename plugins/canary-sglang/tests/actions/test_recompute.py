@@ -72,7 +72,7 @@ def test_broken_engines_are_told_and_the_request_beside_is_well(launch, fault, e
 
 
 COARSE = {**OPTIONS, "kv_cache_dtype": "fp8_e4m3"}
-"""KV stored in fp8, of which attention has no reference."""
+"""KV stored in fp8."""
 
 
 def test_clean_traffic_is_well_in_fp8_too(launch):

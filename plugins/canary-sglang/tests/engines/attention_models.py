@@ -39,6 +39,8 @@ CLASSES = {
     "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3",
 }  # fmt: skip
 WINDOWED = {"mistral_window": ("mistral", {"sliding_window": WINDOW}), "smollm3_window": ("smollm3", MIXED)}
+WINDOWED["gpt_oss_window"] = ("gpt_oss", {"sliding_window": 2 * WINDOW})
+"""Windows have a pool of their own, with room for a verdict."""
 ATTENTION_MODELS = {
     f"{name}_attention": {
         **SIZES, "architectures": [f"{CLASSES[kind]}ForCausalLM"], "model_type": kind, **TYPES[kind], **more,

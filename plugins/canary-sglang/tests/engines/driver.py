@@ -317,6 +317,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         recomputes.recompute_traffic,
         recomputes.recompute_overlapped,
         recomputes.recompute_broken,
+        recomputes.mend_windows,
         recomputes.recompute_aborted,
         attention_faults.attention_verified,
         *parked_prefixes.COMMANDS,

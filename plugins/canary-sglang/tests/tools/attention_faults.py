@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from tools.inspection import events, findings
-from tools.recomputes import begin, finish, prompt, verify
+from tools.recomputes import begin, finish, prompt, scaled_store, verify
 
 DECODED = 20
 
@@ -101,6 +101,11 @@ def _values(engine: Any) -> contextlib.AbstractContextManager[None]:
     return _replaced(pool, set_kv_buffer=lambda layer, loc, k, v, *rest: right(layer, loc, v, k, *rest))
 
 
+def _stored_scale(engine: Any) -> contextlib.AbstractContextManager[None]:
+    """K of layer 1 is divided by another scale before it is stored."""
+    return _replaced(engine.runner.token_to_kv_pool, set_kv_buffer=scaled_store(engine))
+
+
 @contextlib.contextmanager
 def _layers_forward(engine: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """``forward`` takes the place of each layer's own, with layer and backend before its arguments."""
@@ -138,6 +143,7 @@ FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] = {
     "window": _window,
     "head": _head,
     "values": _values,
+    "stored_scale": _stored_scale,
     "all_scales": _all_scales,
     "graph": _graph,
     "stored_before": _stored_before,

@@ -72,9 +72,9 @@ def parked_asked(engine: Any) -> dict[str, Any]:
     return {"answers": told, "wrapped": wrapped}
 
 
-def parked_teach(engine: Any) -> None:
+def parked_teach(engine: Any, tokens: int = 30) -> None:
     """The noise of the engine is known, and its cache empty."""
-    teach(engine)
+    teach(engine, tokens)
     while not engine.scheduler.flush_cache():
         engine.step()
     findings(engine)

@@ -122,14 +122,14 @@ def recompute_aborted(engine: Any, tokens: int, how: str) -> dict[str, Any]:
     return {**ended, **_left(engine, sent), **findings(engine)}
 
 
-def teach(engine: Any) -> None:
-    """Fresh requests until the noise of the engine is known."""
+def teach(engine: Any, tokens: int = 30) -> None:
+    """Fresh requests with prompts of so many tokens, until the noise of the engine is known."""
     pairs = engine.session.recompute.pairs
     for turn in range(30):
         if pairs.judge.noise.known:
             return
         names = [f"teach {turn}-{i}" for i in range(2)]
-        begin(engine, {name: prompt(name, 30) for name in names}, DECODED)
+        begin(engine, {name: prompt(name, tokens) for name in names}, DECODED)
         verify(engine, *names)
         finish(engine, *names)
     raise RuntimeError("the noise is not known after 60 fresh requests")
@@ -213,14 +213,40 @@ def _changed_scale(engine: Any, tokens: list[int]) -> None:
     gives the pool no scales, others do."""
     begin(engine, {"before": tokens}, 2)
     finish(engine, "before")
-    pool = engine.runner.token_to_kv_pool
-    right = pool.set_kv_buffer
+    engine.runner.token_to_kv_pool.set_kv_buffer = scaled_store(engine)
+    begin(engine, {"ill": [*tokens, 7], "well": [2, *tokens[::-1]]}, 2)
+
+
+def scaled_store(engine: Any) -> Callable[..., None]:
+    """A store that divides K of layer 1 by a scale."""
+    right = engine.runner.token_to_kv_pool.set_kv_buffer
 
     def scaled(layer: Any, *args: Any, **kwargs: Any) -> None:
         right(layer, *args, **{**kwargs, "k_scale": 1.5} if layer.layer_id == 1 else kwargs)
 
-    pool.set_kv_buffer = scaled
-    begin(engine, {"ill": [*tokens, 7], "well": [2, *tokens[::-1]]}, 2)
+    return scaled
+
+
+def mend_windows(engine: Any) -> None:
+    """Decodes of SGLang 0.5.21's Triton backend see a token less of a window than its prefills (sglang#32087): from now
+    on as many, but for `_short_window`."""
+    backend = engine.runner.attn_backend
+    right, window = backend.init_forward_metadata, backend.sliding_window_size
+
+    def mended(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        backend.sliding_window_size = window + (batch.forward_mode.is_decode() and engine.mended)
+        return right(batch, *args, **kwargs)
+
+    engine.mended = True
+    backend.init_forward_metadata = mended
+
+
+def _short_window(engine: Any, tokens: list[int]) -> None:
+    """Decodes beside ``ill`` see a token less of the window, as SGLang has them."""
+    engine.mended = False
+    begin(engine, {"ill": tokens}, DECODED)
+    engine.mended = True
+    begin(engine, {"well": tokens[::-1]}, DECODED)
 
 
 FAULTS = {
@@ -228,6 +254,7 @@ FAULTS = {
     "short_decodes": _short_decodes,
     "skipped_layer": _skipped_layer,
     "changed_scale": _changed_scale,
+    "short_window": _short_window,
 }
 
 
@@ -263,10 +290,16 @@ def _answer(asked: Any) -> dict[str, Any]:
 
 
 def _pools(engine: Any) -> list[int]:
-    """Free rows of the table, and slots that are free or of the prefix cache."""
+    """Free rows of the table, and slots of each pool that are free or of the prefix cache."""
     scheduler = engine.scheduler
-    tokens = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-    return [int(scheduler.req_to_token_pool.available_size()), int(tokens)]
+    allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    slots = [allocator.available_size() + tree.evictable_size()]
+    if tree.supports_swa():
+        slots = [
+            allocator.full_available_size() + tree.full_evictable_size(),
+            allocator.swa_available_size() + tree.swa_evictable_size(),
+        ]
+    return [int(size) for size in (scheduler.req_to_token_pool.available_size(), *slots)]
 
 
 def _sent(engine: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from canary_adapters import (
     attention_layers,
     deliver,
     follow_stores,
+    kv_scales,
     model_rounding,
     moved_states,
     upload,
@@ -120,12 +121,13 @@ class Session:
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
         parameters = runner.get_model().named_parameters()
         attended = partial(attention_layers, model.hf_text_config, parameters, owners, given)
-        # Called with a layer, query, key, value and more, behind the layer's number and the result.
-        calls = AttentionCalls(attended, "forward", lambda *given, output, **_: (*given[3:6], output))
+        quantized = runners.quantized(runner)
+        scales = partial(kv_scales, quantized, ("CPUAttentionBackendImpl",))
+        # Called with a layer, query, key, value and more, behind the layer's number.
+        calls = AttentionCalls(attended, "forward", lambda *given, output, **_: (*given[2:5], output), scales)
         self.recomputed = RecomputePairs(self.canary, self._tokens, rounding, self.requests.blocks.names, calls)
         self.recomputed.whole = runner.vllm_config.parallel_config.world_size == 1
         self.weights = Weights(self.canary, runner, self._patches, self._reloaded)
-        quantized = runners.quantized(runner)
         self._scales = WatchedScales(self.canary, quantized, runners.SCALES) if quantized else None
         self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.

@@ -104,8 +104,7 @@ class Noise:
         self._least = Bound(rounding, rounding)
         self._bounds: dict[Key, Bound] = {}
         self.tokens = self.requests = 0
-        self.paired_tokens = self.paired_requests = 0
-        self.equal_tokens = self.equal_requests = 0
+        self.paired_tokens = self.paired_requests = self.equal_tokens = self.equal_requests = 0
         self._coarse = False
         self._dense = NO_LAYER
 
@@ -142,12 +141,12 @@ class Noise:
             self.equal_tokens += _most_tokens(pair)
         self._coarse = self._coarse or any(any(errors.roundoffs) for errors in pair)
         self._dense = min(self._dense, first_layer(pair, dense=True))
-        for errors in pair:
-            deepest: dict[str, float] = {}
-            for source, tokens in sorted(errors.like(), key=lambda one: one[0].layer):
-                worst = MARGIN * float(tokens.max()) if tokens.numel() else 0.0
-                deepest[source.half] = worst = max(worst, deepest.get(source.half, 0.0))
-                self._raise(errors.region, source, Bound(worst, worst))
+        found = [(errors.region, *one) for errors in pair for one in errors.like()]
+        deepest: dict[str, float] = {}
+        for region, source, tokens in sorted(found, key=lambda one: one[1].layer):
+            worst = MARGIN * float(tokens.max()) if tokens.numel() else 0.0
+            deepest[source.half] = worst = max(worst, deepest.get(source.half, 0.0))
+            self._raise(region, source, Bound(worst, worst))
 
     def bound(self, region: str, source: KVSource, roundoff: float = 0.0, first: int = NO_LAYER) -> Bound | None:
         """None for a source without any comparison. ``roundoff``: of `Errors.roundoffs`. ``first``: the first layer of

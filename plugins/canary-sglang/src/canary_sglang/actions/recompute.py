@@ -25,7 +25,7 @@ from canary_sglang.actions.held_messages import HeldMessages
 from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.touches import Touches, running
-from canary_sglang.compat import attended, caches, schedulers
+from canary_sglang.compat import attended, caches, runners, schedulers
 
 SPARE = 2
 """An internal request must leave as many tokens free as it takes, and so many pages for each running request."""
@@ -64,7 +64,8 @@ class SchedulerRecompute(InternalRequests):
         regions = [canary.regions[name] for name in paged]
         compared = [region for region in regions if region.kind in KINDS and region.tokens_per_slot == 1]
         groups = [BlockGroup(region.name, number, 1) for number, region in enumerate(compared)]
-        self._compared = compared
+        self._runner, self._compared = runner, compared
+        self._all_compared = len(compared) == len(canary.regions)
         model = runner.model_config
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
         calls = attended.calls(runner, compared)
@@ -220,7 +221,7 @@ class SchedulerRecompute(InternalRequests):
         if target is None:
             return False
         cache, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
-        free = int(allocator.available_size() + cache.evictable_size())
+        free = caches.free_tokens(cache, allocator)
         tokens = target.tokens + int(scheduler.page_size)
         spare = SPARE * int(scheduler.page_size) * len(scheduler.running_batch.reqs)
         return scheduler.req_to_token_pool.available_size() > 1 and SPARE * tokens + spare <= free
@@ -265,8 +266,8 @@ class SchedulerRecompute(InternalRequests):
         return self._others_wait() or any(one is self._internal for one in self._scheduler.waiting_queue)
 
     def blocks(self, name: str) -> Sequence[Tensor]:
-        """The slots of a request by position, in the place of blocks: those of each region that is compared. Of
-        their own: the row has another request's soon."""
+        """The slots of a request by position, in the place of blocks: those of each region that is compared, -1 where a
+        window has passed. As they are now: the row, and the map of windows, have another request's soon."""
         prefix = self.prefix(name)
         if isinstance(prefix, RadixPrefix):
             return prefix.blocks()
@@ -397,7 +398,11 @@ class SchedulerRecompute(InternalRequests):
             messages.close()
 
     def _refusal(self) -> str | None:
-        return self._off or schedulers.recompute_refusal(self._scheduler)
+        if self._off is None and not self._all_compared:
+            return "of models with recurrent states, rings or compressed KV nothing is computed again"
+        windows = any(region.kind is RegionKind.WINDOW for region in self._compared)
+        reads = runners.window_refusal(self._runner) if windows else None
+        return self._off or reads or schedulers.recompute_refusal(self._scheduler)
 
     def _clock(self) -> float:
         return 0.0 if self._agreement is None else self._agreement.clock()

@@ -17,7 +17,7 @@ ELSEWHERE = "its keys and values are stored, or its output is given, by another 
 
 def calls(runner: Any, regions: Sequence[Region]) -> AttentionCalls:
     """Those of the served model. ``regions``: with the KV of its tokens."""
-    return AttentionCalls(partial(_layers, runner, regions), "forward", _operands)
+    return AttentionCalls(partial(_layers, runner, regions), "forward", _operands, partial(_scales, runner))
 
 
 def _layers(runner: Any, regions: Sequence[Region]) -> dict[int, AttentionLayer]:
@@ -26,7 +26,14 @@ def _layers(runner: Any, regions: Sequence[Region]) -> dict[int, AttentionLayer]
     return attention_layers(runner.model_config.hf_text_config, runner.model.named_parameters(), owners, names)
 
 
-def _operands(number: int, output: Any, *args: Any, **kwargs: Any) -> Sequence[Tensor] | str:
+def _scales(runner: Any, number: int) -> tuple[float, float] | str:
+    """Other backends quantize queries, too, read new tokens as they were before the store, or have scales."""
+    backend = type(runner.attn_backend).__name__
+    # It stores and reads without a scale, whichever the layer has.
+    return (1.0, 1.0) if backend == "TorchNativeAttnBackend" else f"nobody has shown how {backend} reads it"
+
+
+def _operands(number: int, *args: Any, **kwargs: Any) -> Sequence[Tensor] | str:
     """Also from within a graph that is captured piece by piece: attention is called between its pieces."""
     given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
     layer: Any = given.get("layer")
@@ -35,12 +42,11 @@ def _operands(number: int, output: Any, *args: Any, **kwargs: Any) -> Sequence[T
     operands: list[Any] = [given.get(name) for name in NAMES[:3]]
     # A kernel of the rotation may store K and V by itself.
     stores = given.get("save_kv_cache", True)
-    if not stores or not all(isinstance(tensor, Tensor) for tensor in (*operands, output)):
+    if not stores or not all(isinstance(tensor, Tensor) for tensor in operands):
         return ELSEWHERE
     q, k, v = operands
     return (
         q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
         k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim),
         v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim),
-        output.reshape(-1, layer.tp_q_head_num, layer.v_head_dim),
     )

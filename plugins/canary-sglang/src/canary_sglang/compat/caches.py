@@ -73,6 +73,14 @@ def missing_in(core: Any, needed: Sequence[str]) -> str | None:
     return f"the UnifiedRadixCache of this release has no {', '.join(missing)}" if missing else None
 
 
+def free_tokens(cache: Any, allocator: Any) -> int:
+    """Tokens of a new request that fit in free slots, and in those that the prefix cache gives up, in each pool."""
+    if not cache.supports_swa():
+        return int(allocator.available_size() + cache.evictable_size())
+    full = allocator.full_available_size() + cache.full_evictable_size()
+    return int(min(full, allocator.swa_available_size() + cache.swa_evictable_size()))
+
+
 def matched(cache: Any, tokens: Any, extra_key: str | None, cache_salt: str | None) -> tuple[int, Any]:
     """Number of ``tokens``, int64 array, from the first on, in whole pages of the cache on the device, and their lowest
     node. For a cache without a `lookup_refusal`; changes nothing there, neither locks nor times."""

@@ -132,3 +132,11 @@ def _encoder_only(runner: Any) -> bool:
     model = getattr(runner, "model", None)
     kinds = (getattr(module, "attn_type", None) for module in (model.modules() if model is not None else ()))
     return any(getattr(kind, "name", None) == "ENCODER_ONLY" for kind in kinds)
+
+
+def window_refusal(runner: Any) -> str | None:
+    """Why KV in a window's own pool is not what the model computes from the tokens, None if nothing speaks against
+    it."""
+    if type(getattr(runner, "attn_backend", None)).__name__ == "TorchNativeAttnBackend":
+        return "torch_native stores a window's KV in slots of its own and reads it by the numbers of the full pool"
+    return None

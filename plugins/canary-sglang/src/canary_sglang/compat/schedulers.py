@@ -219,8 +219,8 @@ def recompute_refusal(scheduler: Any) -> str | None:
     algorithm = getattr(scheduler, "spec_algorithm", None)
     if algorithm is not None and not algorithm.is_none():
         return "with speculation nothing is computed again"
-    if getattr(scheduler, "is_hybrid_swa", False) or cache.supports_mamba():
-        return "models with recurrent states, or with windows in a pool of their own, are not computed again"
+    if cache.supports_mamba() or getattr(scheduler.token_to_kv_pool_allocator, "swa_req_ring", False):
+        return "models with recurrent states, or with rings for windows, are not computed again"
     if getattr(args, "enable_hierarchical_cache", False) or getattr(args, "enable_lmcache", False):
         return "a tier of the prefix cache would keep what is computed, or bring it"
     if getattr(args, "dllm_algorithm", None) is not None or getattr(args, "enable_hisparse", False):
