@@ -200,7 +200,7 @@ class Hooks:
         if self.session is not None:
             self.session.sampled.answers.issued(result)
         if isinstance(self._quarantine, Protection):
-            self._quarantine.issued()
+            self._quarantine.issued(args[0] if args else kwargs["batch"])
         return result
 
     def _begin_batch(self, config: CanaryConfig, scheduler: Any, batch: Any) -> None:

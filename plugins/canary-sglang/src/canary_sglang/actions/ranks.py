@@ -1,17 +1,21 @@
-"""`Ranks`: the ranks that schedule together, and so must make the same decisions."""
+"""`Ranks`: the ranks that schedule together, and so must make the same decisions; `Stages`: those of a pipeline."""
 
-from collections.abc import Sequence
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-
-from canary_sglang.actions.suspect import Suspect
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks that schedule together. ``group``: the CPU process group, None for a single rank."""
+    """The ranks that schedule together. ``group``: the CPU process group, None for a single rank.
+
+    In a round they exchange items, if any of them has some: ``begin_round`` does not wait, ``end_round`` does."""
+
+    staged = False
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -44,11 +48,17 @@ class Ranks:
         """The numbers of the last `ask`, after `anybody_had`; none before the first one."""
         return [int(number) for number in self._said[1:]]
 
-    def agree(self, found: Sequence[Suspect], gone: Sequence[Suspect]) -> tuple[list[Suspect], list[Suspect]]:
-        """Suspects ``found`` by any rank, and those ``gone`` by any rank's word, in the same order on all. Waits for
-        the other ranks."""
-        said = self.union([(suspect, True) for suspect in found] + [(suspect, False) for suspect in gone])
-        return [suspect for suspect, new in said if new], [suspect for suspect, new in said if not new]
+    def begin_round(self, has: bool, items: Callable[[], Sequence[T]]) -> None:
+        """Begins a round, on every rank. ``has``: whether this one wants items to be exchanged. ``items``: as in
+        `end_round`."""
+        self.ask(has)
+
+    def end_round(self, items: Callable[[], Sequence[T]]) -> list[T] | None:
+        """Ends the round: all ranks' ``items()``, each once, in the same order; None where no rank wanted them, or none
+        has begun. Waits for the ranks that have not begun it yet."""
+        had = self.anybody_had()
+        self._asked = None
+        return self.union(items()) if had else None
 
     def union(self, items: Sequence[T]) -> list[T]:
         """All ranks' ``items``, each once, in order. Waits for the other ranks."""
@@ -61,3 +71,45 @@ class Ranks:
             told = [None] * self.size
             torch.distributed.all_gather_object(told, value, group=self._group)
         return told
+
+
+class Stages(Ranks):
+    """The ranks of all stages of a pipeline. Their schedulers make the same turns, but none at the same time: a stage
+    is a turn ahead of the next, which goes on only when this one has. So nobody may wait for all to come to one place.
+    What a rank has for a round lies in ``store`` before the round begins, and rounds end in the order of their
+    beginnings, as many turns later as the engine likes. ``store``: torch.distributed's."""
+
+    staged = True
+
+    def __init__(self, group: Any, store: Any) -> None:
+        super().__init__(group)
+        self._store = store
+        self._own = torch.distributed.get_rank(group)
+        self._open: deque[tuple[Any, Any]] = deque()
+        self._begun = self._ended = 0
+
+    def begin_round(self, has: bool, items: Callable[[], Sequence[T]]) -> None:
+        """See `Ranks`; ``items`` are those of now."""
+        if has:
+            self._store.set(_key(self._begun, self._own), pickle.dumps(list(items())))
+        self._begun += 1
+        self.ask(has)
+        self._open.append((self._said, self._asked))
+
+    def end_round(self, items: Callable[[], Sequence[T]]) -> list[T] | None:
+        """See `Ranks`. Waits for the ranks only that have not begun the round yet."""
+        if not self._open:
+            return None
+        self._said, self._asked = self._open.popleft()
+        self._ended += 1
+        return sorted(set(self._read(self._ended - 1))) if self.anybody_had() else None
+
+    def _read(self, number: int) -> Iterator[Any]:
+        """What the ranks have for a round."""
+        for key in (_key(number, rank) for rank in range(self.size)):
+            if self._store.check([key]):
+                yield from pickle.loads(self._store.get(key))
+
+
+def _key(number: int, rank: int) -> str:
+    return f"canary/round/{number}/{rank}"
