@@ -14,6 +14,7 @@ HiCache; ``dp``: with data-parallel attention, ``pp``: with two stages of a pipe
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -130,7 +131,8 @@ def serve_flipped(
     """``count`` requests for a few prompts whose KV is parked, one at a time (four with ``decoding``; two with ``dp``,
     one for each rank) in one of `ENGINES`, while bits flip. Counts the answers as `tools.parked_flips` does, and the
     events of each rank. ``clean``: the answers before any flip."""
-    from engines.ranks import phase, serve, told
+    from engines.ranks import phase, serve
+    from engines.ranks import told as lines
 
     draw = random.Random("parked")
     prompts = [[draw.randrange(3, 250) for _ in range(40)] for _ in range(6)]
@@ -143,12 +145,14 @@ def serve_flipped(
     plugins = ["flips = tools.rank_flips:install", *PLUGINS.get(kind, ())]
     done = serve(folder, options, phases, plugins, **INTERPRETED.get(kind, {}), **settings)
     right = [answers[0]["tokens"] for answers in done[: len(prompts)]]
-    served = Counter[str]()
+    served, kinds = Counter[str](), set[str]()
     for numbers, answers in zip(rounds, done[len(clean) :], strict=True):
         for number, answer in zip(numbers, answers, strict=True):
             if answer["status"] == 503:
                 served["error"] += 1
-                assert "the KV cache of this request is corrupted (bytes); try again" in answer["error"]
+                told = re.search(r"the KV cache of this request is corrupted \((\w+)\); try again", answer["error"])
+                assert told, answer["error"]
+                kinds.add(told[1])
             else:
                 served["right" if (answer["status"], answer["tokens"]) == (200, right[number]) else "wrong"] += 1
     flips = folder / "flips"
@@ -157,8 +161,9 @@ def serve_flipped(
         "asked": count,
         "flipped": [flipped.count(str(rank)) for rank in (0, 1)],
         **{name: served[name] for name in ("right", "wrong", "error")},
+        "kinds": sorted(kinds),
         **_events(folder),
-        "alike": kind == "dp" or alike(*(told(folder, rank, "forward") for rank in (0, 1))),
+        "alike": kind == "dp" or alike(*(lines(folder, rank, "forward") for rank in (0, 1))),
         "clean": [[answer["tokens"] for answer in answers] for answers in done[: len(clean)]],
     }
 

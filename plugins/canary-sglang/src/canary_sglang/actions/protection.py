@@ -146,8 +146,6 @@ class Protection(Quarantine):
         kinds = {region.kind for canary in self._canaries() for region in canary.regions.values()}
         if kinds & {RegionKind.STATE, RegionKind.RING}:
             return "a state says of all tokens before it whether they are right"
-        if RegionKind.WINDOW in kinds:
-            return "sliding windows have not been shown to be computed again alike"
         return retraction.withholding_refusal(scheduler)
 
     def _withhold(self, scheduler: Any, batch: Any) -> list[Any]:
