@@ -1,7 +1,8 @@
 """Bits that flip in KV parked in the prefix cache, and what is answered from it.
 
 python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [files] [window] [clean], in this folder: a line of
-JSON for each mode. With ``host``, HiCache, whose copies in host memory flip; with ``files``, those in its storage back end.
+JSON for each mode. With ``host``, HiCache, whose copies in host memory flip; with ``files``, those in its storage back
+end; with ``window``, a model with sliding windows.
 """
 
 import contextlib

@@ -1,14 +1,14 @@
 """A plugin of SGLang's own for `engines.ranks_script`: bits flip in one rank's KV, whether or not Canary is there.
 
-``RANKS_FOLDER`` has ``control``: ``parked``, a bit in what each new request will hit; ``either``, the same in one of the
-two ranks, drawn each time; ``host``, one in each slot of HiCache's host memory before a request is loaded from there;
+``RANKS_FOLDER`` has ``control``: ``parked``, a bit in what each new request will hit; ``either``, the same in a rank
+that is drawn each time; ``host``, one in each slot of HiCache's host memory before a request is loaded from there;
 ``decoding``, a bit now and then in a slot of a running request; ``kill``, the rank's end within a batch; anything else,
 nothing. It gets ``flips``, a line for each flip. Both ranks look up what a request hits, so that their prefix caches
 stay alike.
 
 python -m tools.rank_flips COUNT [MODE ...] [plain] [decoding] [host] [clean] [dp | pp], in the folder of the tests: a
-line of JSON for each mode of ``CANARY_ON_VIOLATION``, with the overlap scheduler unless ``plain``; ``host``: with
-HiCache; ``dp``: with data-parallel attention, ``pp``: with two stages of a pipeline, in the place of tensor parallelism.
+line of JSON for each mode of ``CANARY_ON_VIOLATION``, with the overlap scheduler unless ``plain``. ``host``: with
+HiCache; ``dp``: data-parallel attention, ``pp``: two stages of a pipeline, in the place of tensor parallelism.
 """
 
 import json
@@ -132,7 +132,6 @@ def serve_flipped(
     one for each rank) in one of `ENGINES`, while bits flip. Counts the answers as `tools.parked_flips` does, and the
     events of each rank. ``clean``: the answers before any flip."""
     from engines.ranks import phase, serve
-    from engines.ranks import told as lines
 
     draw = random.Random("parked")
     prompts = [[draw.randrange(3, 250) for _ in range(40)] for _ in range(6)]
@@ -162,21 +161,23 @@ def serve_flipped(
         "flipped": [flipped.count(str(rank)) for rank in (0, 1)],
         **{name: served[name] for name in ("right", "wrong", "error")},
         "kinds": sorted(kinds),
-        **_events(folder),
-        "alike": kind == "dp" or alike(*(lines(folder, rank, "forward") for rank in (0, 1))),
+        **_told(folder, kind),
         "clean": [[answer["tokens"] for answer in answers] for answers in done[: len(clean)]],
     }
 
 
-def _events(folder: Path) -> dict[str, list[int]]:
-    """How many events of some names each rank told."""
+def _told(folder: Path, kind: str) -> dict[str, Any]:
+    """How many events of some names each rank told, and whether both ran the same batches; nothing without Canary."""
     from engines.ranks import told
 
     if not folder.joinpath("rank0.jsonl").exists():
         return {}
     events = [[event["event"] for event in told(folder, rank, "event")] for rank in (0, 1)]
     names = ("recomputed", "aborted", "quarantined", "quarantine_failed", "disabled", "reporting_failed")
-    return {name: [events[rank].count(name) for rank in (0, 1)] for name in names}
+    return {
+        **{name: [events[rank].count(name) for rank in (0, 1)] for name in names},
+        "alike": kind == "dp" or alike(*(told(folder, rank, "forward") for rank in (0, 1))),
+    }
 
 
 def alike(ours: list[str], theirs: list[str]) -> bool:

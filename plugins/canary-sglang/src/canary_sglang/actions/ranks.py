@@ -9,6 +9,9 @@ import torch
 
 T = TypeVar("T")
 
+KEPT_ROUNDS = 256
+"""How many rounds with items of a rank stay in the store: far more than any rank has begun and not ended."""
+
 
 class Ranks:
     """The ranks that schedule together. ``group``: the CPU process group, None for a single rank.
@@ -86,12 +89,17 @@ class Stages(Ranks):
         self._store = store
         self._own = torch.distributed.get_rank(group)
         self._open: deque[tuple[Any, Any]] = deque()
+        self._kept: deque[str] = deque()
         self._begun = self._ended = 0
 
     def begin_round(self, has: bool, items: Callable[[], Sequence[T]]) -> None:
         """See `Ranks`; ``items`` are those of now."""
         if has:
-            self._store.set(_key(self._begun, self._own), pickle.dumps(list(items())))
+            key = _key(self._begun, self._own)
+            self._store.set(key, pickle.dumps(list(items())))
+            self._kept.append(key)
+        if len(self._kept) > KEPT_ROUNDS:
+            self._store.delete_key(self._kept.popleft())
         self._begun += 1
         self.ask(has)
         self._open.append((self._said, self._asked))
