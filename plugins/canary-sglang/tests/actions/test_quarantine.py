@@ -276,7 +276,7 @@ def test_stages_of_a_pipeline_decide_alike(tmp_path):
 
 
 def two(talk: Callable[..., None], folder: Path) -> dict[int, list[Any]]:
-    """What two processes of one group, each of which runs ``talk``, were told."""
+    """The answers of two processes of one group, each of which runs ``talk``."""
     context = torch.multiprocessing.get_context("spawn")
     answers = context.Queue()
     address = f"file://{folder}/store"

@@ -41,8 +41,8 @@ class Protection(Quarantine):
     batch more before, so there requests are taken before the next batch is made, and queued after the result has been
     taken and their tokens passed by. Where neither is possible, acts as a `Quarantine`.
 
-    The stages of a pipeline have several batches on their way. There a batch that is on its way keeps the rows of the
-    requests that are taken until its result has been taken, and they are queued after that.
+    The stages of a pipeline have several batches on their way. There a batch keeps the rows of withdrawn requests until
+    the result has been taken, and the requests are queued after that.
 
     Of several ranks that schedule together each finds the wrong slots of one shard, and a single one gives out tokens.
     So every rank tells the others after every batch whether a verdict is there (`issued`), and looks at the answers

@@ -131,7 +131,7 @@ class Quarantine:
 
     def _news(self) -> list[tuple[Suspect, bool]]:
         """New findings of this rank, and, with False, open suspects that are gone or could not be handled. A finding
-        comes some steps late, and is left out if already gone. Never raises: the other ranks wait for the result."""
+        comes some steps late, and is left out if already gone. Never raises: other ranks wait for the result."""
         found, self._found = self._found, []
         gone = set(self._failed)
         try:

@@ -16,7 +16,7 @@ KEPT_ROUNDS = 256
 class Ranks:
     """The ranks that schedule together. ``group``: the CPU process group, None for a single rank.
 
-    In a round they exchange items, if any of them has some: ``begin_round`` does not wait, ``end_round`` does."""
+    In a round ranks exchange items, if any rank has some: ``begin_round`` does not wait, ``end_round`` does."""
 
     staged = False
 
@@ -52,13 +52,13 @@ class Ranks:
         return [int(number) for number in self._said[1:]]
 
     def begin_round(self, has: bool, items: Callable[[], Sequence[T]]) -> None:
-        """Begins a round, on every rank. ``has``: whether this one wants items to be exchanged. ``items``: as in
+        """Begins a round, on every rank. ``has``: whether this rank wants an exchange of items. ``items``: as in
         `end_round`."""
         self.ask(has)
 
     def end_round(self, items: Callable[[], Sequence[T]]) -> list[T] | None:
-        """Ends the round: all ranks' ``items()``, each once, in the same order; None where no rank wanted them, or none
-        has begun. Waits for the ranks that have not begun it yet."""
+        """Ends the round: all ranks' ``items()``, each once, in the same order; None where no rank wanted an exchange,
+        or without a round. Waits for the ranks that have not begun the round yet."""
         had = self.anybody_had()
         self._asked = None
         return self.union(items()) if had else None
@@ -77,10 +77,10 @@ class Ranks:
 
 
 class Stages(Ranks):
-    """The ranks of all stages of a pipeline. Their schedulers make the same turns, but none at the same time: a stage
-    is a turn ahead of the next, which goes on only when this one has. So nobody may wait for all to come to one place.
-    What a rank has for a round lies in ``store`` before the round begins, and rounds end in the order of their
-    beginnings, as many turns later as the engine likes. ``store``: torch.distributed's."""
+    """The ranks of all stages of a pipeline. The schedulers make the same turns, but not at the same time: a stage is a
+    turn ahead of the next, and the next waits for the stage's output. So no stage may wait for all at one place. The
+    items of a rank lie in ``store`` before the round begins, and rounds end in the order of their beginnings, any
+    number of turns later. ``store``: torch.distributed's."""
 
     staged = True
 
@@ -93,7 +93,7 @@ class Stages(Ranks):
         self._begun = self._ended = 0
 
     def begin_round(self, has: bool, items: Callable[[], Sequence[T]]) -> None:
-        """See `Ranks`; ``items`` are those of now."""
+        """See `Ranks`; ``items`` are the present ones."""
         if has:
             key = _key(self._begun, self._own)
             self._store.set(key, pickle.dumps(list(items())))
@@ -113,7 +113,7 @@ class Stages(Ranks):
         return sorted(set(self._read(self._ended - 1))) if self.anybody_had() else None
 
     def _read(self, number: int) -> Iterator[Any]:
-        """What the ranks have for a round."""
+        """The ranks' items of a round."""
         for key in (_key(number, rank) for rank in range(self.size)):
             if self._store.check([key]):
                 yield from pickle.loads(self._store.get(key))
