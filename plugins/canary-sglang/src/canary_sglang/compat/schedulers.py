@@ -204,7 +204,7 @@ def _group_of_stages(scheduler: Any) -> tuple[Any, str | None]:
     if any(tiers) or getattr(args, "enable_dp_attention", False) or disaggregated.side(scheduler) != "null":
         other = "data-parallel attention, PD disaggregation or a tier of the prefix cache"
         return None, f"the stages of a pipeline, with {other}; nothing is aborted or evicted there"
-    if not all(hasattr(scheduler, name) for name in MICROBATCHES):
+    if not all(hasattr(scheduler, name) for name in (*MICROBATCHES, "world_group")):
         return None, "this SGLang runs the stages of a pipeline in another way; nothing is aborted or evicted there"
     return scheduler.world_group.cpu_group, None
 
