@@ -2,39 +2,26 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import command, python_path
+from engines import command, python_path, run_to_end
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
 
 
 def serve(folder: Path, device: str = "cpu", **settings: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Outputs, and Canary's events on stderr; the engine in a process group of its own, since one that is killed takes
-    its parent along."""
+    """Outputs, and Canary's events on stderr."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") and k != "TRITON_INTERPRET"}
     known = {"PYTHONPATH": python_path(), "CANARY_LOG_FORMAT": "json", "OMP_NUM_THREADS": "1"}
     log = folder / "log"
-    for _ in range(3):
-        with log.open("w") as out:
-            done = subprocess.run(
-                command("user_script", str(folder / "model"), device),
-                stdout=out,
-                stderr=out,
-                env={**inherited, **settings, **known},
-                timeout=600,
-                start_new_session=True,
-                check=False,
-            )
-        lines = log.read_text(errors="replace").splitlines()
-        # SGLang looks for a free port, and listens there later: an engine of another test may be quicker.
-        if not any("EADDRINUSE" in line for line in lines):
-            break
+    done = run_to_end(
+        command("user_script", str(folder / "model"), device), log, {**inherited, **settings, **known}, 600
+    )
+    lines = log.read_text(errors="replace").splitlines()
     outputs = [json.loads(line.removeprefix("OUTPUTS ")) for line in lines if line.startswith("OUTPUTS ")]
-    assert done.returncode == 0, "\n".join(lines[-40:])
+    assert done == 0, "\n".join(lines[-40:])
     events = [json.loads(line[line.index("{") :]) for line in lines if '"logger": "canary"' in line]
     return outputs[0], events
 

@@ -170,13 +170,15 @@ class Hooks:
         def process() -> Any:
             return original(scheduler, *args, **kwargs)
 
-        if self.session is None or len(args) + len(kwargs) != 2:
+        if len(args) + len(kwargs) != 2:
             return process()
         batch, result = args if len(args) == 2 else (kwargs.get("batch", args and args[0]), kwargs.get("result"))
-        answers = self.session.sampled.answers
-        if isinstance(self._quarantine, Protection):
-            return self._quarantine.taking(lambda: answers.processed(process, batch, result), scheduler, batch, result)
-        return answers.processed(process, batch, result)
+        take = process
+        if self.session is not None:
+            take = partial(self.session.sampled.answers.processed, process, batch, result)
+        if not isinstance(self._quarantine, Protection):
+            return take()
+        return self._quarantine.taking(take, scheduler, batch, result)
 
     def _batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         tokens: dict[Session, int] = {}
@@ -200,7 +202,7 @@ class Hooks:
         if self.session is not None:
             self.session.sampled.answers.issued(result)
         if isinstance(self._quarantine, Protection):
-            self._quarantine.issued()
+            self._quarantine.issued(args[0] if args else kwargs["batch"])
         return result
 
     def _begin_batch(self, config: CanaryConfig, scheduler: Any, batch: Any) -> None:

@@ -110,6 +110,16 @@ def test_files_that_others_store_are_not_relied_upon(launch, tmp_path):
     assert [why for why in told if why.endswith("what quarantine does here")]
 
 
+@pytest.mark.beyond_ci("one pool, and single nodes of a window's cache that go")
+def test_no_wrong_answer_with_sliding_windows(launch):
+    """Bits flip in the full pool and in the window's. With Triton's kernels, since `torch_native` reads a window's pool
+    by the numbers of the full one's slots."""
+    fields = {"options": OPTIONS["overlap window"], "environment": {**TRITON, "CANARY_BACKEND": "torch"}}
+    engine = launch(fields, CANARY_ON_VIOLATION="protect", **QUIET)
+    served = engine.serve_parked(count=8)
+    assert part(served, "right", "recomputed", "flipped") == dict.fromkeys(("right", "recomputed", "flipped"), 8) | FINE
+
+
 PRESSURE = {"max_total_tokens": 160, "chunked_prefill_size": 32, "schedule_conservativeness": 0.1}
 MIXED = {"enable_mixed_chunk": True, "chunked_prefill_size": 16}
 

@@ -1,13 +1,19 @@
 """``CANARY_ON_VIOLATION``: what is corrupted is not served, on real SGLang; several ranks decide alike."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from canary_sglang.actions.quarantine import Ranks, Suspect
+from canary_sglang.actions.ranks import Ranks, Stages
+from canary_sglang.actions.suspect import Suspect
 from packaging.version import Version
 
+from canary_adapters import default_store
 from canary_core.records import Kind, Phase, State
 from canary_core.violation import Violation
 
@@ -212,8 +218,12 @@ def talk(rank: int, address: str, answers: "torch.multiprocessing.Queue") -> Non
         # The engine's own talk goes on meanwhile.
         torch.distributed.all_reduce(torch.zeros(1))
         told.append(ranks.anybody_had())
-    told.append(ranks.agree([suspect(7, rank)] if rank else [], []))
-    told.append(ranks.agree([suspect(3, rank)], [suspect(7, 1)] if rank else []))
+    told.append(ranks.union([suspect(7, rank)] if rank else []))
+    told.append(ranks.end_round(list))
+    for has in (False, rank == 1):
+        ranks.begin_round(has, list)
+        told.append(ranks.end_round(lambda: [(suspect(3, rank), True), (suspect(7, 1), False)]))
+    told.append(ranks.end_round(list))
     answers.put((rank, told))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -222,29 +232,65 @@ def talk(rank: int, address: str, answers: "torch.multiprocessing.Queue") -> Non
 @pytest.mark.without_engine
 def test_all_ranks_decide_alike(tmp_path):
     """What one of them found, all act on, in one order; what one of them says is gone, is gone for all."""
+    told = two(talk, tmp_path)
+    assert told[0] == told[1]
+    assert told[0] == [
+        *(True, False, False),
+        *(False, True),
+        [suspect(7, 1)],
+        *([], None),
+        [(suspect(3, 0), True), (suspect(3, 1), True), (suspect(7, 1), False)],
+        None,
+    ]
+
+
+def talk_in_turns(rank: int, address: str, answers: "torch.multiprocessing.Queue") -> None:
+    """One of two stages of a pipeline: the first begins a round before the one before has ended."""
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    stages, told = Stages(torch.distributed.group.WORLD, default_store()), []
+    for number in range(4):
+        stages.begin_round(number in (rank, 3), partial(list, [suspect(number, rank), suspect(9, 5)]))
+        if number or rank:
+            told.append(stages.end_round(list))
+    if not rank:
+        told.append(stages.end_round(list))
+    told.append(stages.end_round(list))
+    answers.put((rank, told))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.without_engine
+def test_stages_of_a_pipeline_decide_alike(tmp_path):
+    """Rounds end in the order of their beginnings, with what there was at the beginning, though one stage is a round
+    ahead."""
+    told = two(talk_in_turns, tmp_path)
+    assert told[0] == told[1]
+    assert told[0] == [
+        [suspect(0, 0), suspect(9, 5)],
+        [suspect(1, 1), suspect(9, 5)],
+        None,
+        [suspect(3, 0), suspect(3, 1), suspect(9, 5)],
+        None,
+    ]
+
+
+def two(talk: Callable[..., None], folder: Path) -> dict[int, list[Any]]:
+    """The answers of two processes of one group, each of which runs ``talk``."""
     context = torch.multiprocessing.get_context("spawn")
     answers = context.Queue()
-    address = f"file://{tmp_path}/store"
+    address = f"file://{folder}/store"
     processes = [context.Process(target=talk, args=(rank, address, answers)) for rank in range(2)]
     for process in processes:
         process.start()
     told = dict(answers.get(timeout=120) for _ in processes)
     for process in processes:
         process.join(60)
-    assert told[0] == told[1]
-    assert told[0] == [
-        *(True, False, False),
-        *(False, True),
-        ([suspect(7, 1)], []),
-        ([suspect(3, 0), suspect(3, 1)], [suspect(7, 1)]),
-    ]
+    return told
 
 
 @pytest.mark.without_engine
 def test_a_lone_rank_asks_nobody():
     """Without a group it acts on its own findings, each once."""
     assert Ranks(None).alike("anything")
-    assert Ranks(None).agree([suspect(2, 0), suspect(1, 0), suspect(2, 0)], []) == (
-        [suspect(1, 0), suspect(2, 0)],
-        [],
-    )
+    assert Ranks(None).union([suspect(2, 0), suspect(1, 0), suspect(2, 0)]) == [suspect(1, 0), suspect(2, 0)]

@@ -53,6 +53,12 @@ QWEN2_VL = dict(
         spatial_merge_size=2, temporal_patch_size=2,
     ),
 )  # fmt: skip
+QWEN3: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+}
 LLAMA_SMALL: dict[str, Any] = {**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 1}
 LLAMA_DRAFT: dict[str, Any] = {**LLAMA_SMALL, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
 CPU_MODELS = {
@@ -62,6 +68,7 @@ CPU_MODELS = {
     "cohere2": COHERE2,
     "deepseek_v2": DEEPSEEK_V2,
     "qwen2_vl": QWEN2_VL,
+    "qwen3": QWEN3,
     "deepseek_v4": DEEPSEEK_V4,
 }
 

@@ -3,12 +3,11 @@ ranks wrote down."""
 
 import json
 import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engines import TESTS, command, python_path
+from engines import TESTS, command, python_path, run_to_end
 
 
 def phase(control: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -38,8 +37,7 @@ def run(
     plugins: Sequence[str] = (),
     **settings: str,
 ) -> int:
-    """As `serve`; gives the exit status. The engine is in a process group of its own, since one that is killed takes
-    its parent along."""
+    """As `serve`; gives the exit status."""
     folder.mkdir()
     points = "[canary]\nranks_witness = tools.ranks_witness\n"
     points += "".join(f"{line}\n" for line in ("[sglang.srt.plugins]", *plugins))
@@ -56,18 +54,13 @@ def run(
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
         "OMP_NUM_THREADS": "1",
     }
-    log = folder / "log"
-    with log.open("w") as out:
-        done = subprocess.run(
-            command("ranks_script", str(folder), json.dumps(options)),
-            stdout=out,
-            stderr=out,
-            env={**inherited, **known, **settings},
-            timeout=800,
-            start_new_session=True,
-            check=False,
-        )
-    return done.returncode
+
+    def begin() -> None:
+        for file in (*folder.glob("rank*.jsonl"), folder / "flips"):
+            file.unlink(missing_ok=True)
+
+    arguments = command("ranks_script", str(folder), json.dumps(options))
+    return run_to_end(arguments, folder / "log", {**inherited, **known, **settings}, 800, begin)
 
 
 def told(folder: Path, rank: int, key: str) -> list[Any]:

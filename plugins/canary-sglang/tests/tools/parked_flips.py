@@ -1,7 +1,8 @@
 """Bits that flip in KV parked in the prefix cache, and what is answered from it.
 
-python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [files] [clean], in this folder: a line of JSON for
-each mode. With ``host``, HiCache, whose copies in host memory flip; with ``files``, those in its storage back end.
+python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [files] [window] [clean], in this folder: a line of
+JSON for each mode. With ``host``, HiCache, whose copies in host memory flip; with ``files``, those in its storage back
+end; with ``window``, a model with sliding windows.
 """
 
 import contextlib
@@ -21,6 +22,9 @@ from engines.setups import HICACHE, TRITON
 from tools.storms import Served, loop
 
 LENGTH, NEW_TOKENS = 40, 6
+WINDOW = 16
+"""Of the model with windows."""
+
 BITS = (23, 28, 29, 30)
 """Of the exponent of a 32-bit float: a flip of a lower bit seldom changes a tiny model's answer."""
 
@@ -43,12 +47,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlap host": {"dtype": "float32", "disable_overlap_schedule": False, **HICACHE},
     "files": {"dtype": "float32", **FILES},
     "overlap files": {"dtype": "float32", "disable_overlap_schedule": False, **FILES},
+    "window": {"dtype": "float32", "model": "cohere2", "attention_backend": "triton"},
+    "overlap window": {
+        "dtype": "float32",
+        "model": "cohere2",
+        "attention_backend": "triton",
+        "disable_overlap_schedule": False,
+    },
     "gpu": {"device": "cuda", "model": "gpu_llama"},
     "gpu overlap": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False},
     "gpu host": {"device": "cuda", "model": "gpu_llama", **HICACHE},
     "gpu overlap host": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False, **HICACHE},
 }
-"""`ServerArgs` of the engines, without and with the overlap scheduler, with HiCache, and on a GPU with CUDA graphs."""
+"""`ServerArgs` of the engines, without and with the overlap scheduler, with HiCache, with sliding windows, and on a GPU
+with CUDA graphs."""
 
 QUIET = {"CANARY_READ_CHECK": "0", "CANARY_SCRUB_BUDGET": "0", "CANARY_INCIDENT_LIMIT": "1"}
 """Settings under which only hits are compared."""
@@ -178,9 +190,13 @@ def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:
     slots = request.prefix_indices.tolist()
     if not slots:
         return False
-    pool = getattr(engine.runner.token_to_kv_pool, "full_kv_pool", engine.runner.token_to_kv_pool)
-    slot = draw.choice((pool.k_buffer, pool.v_buffer))[draw.randrange(pool.layer_num)][draw.choice(slots)]
-    _flip(slot, draw)
+    pool, slot = engine.runner.token_to_kv_pool, draw.choice(slots)
+    if hasattr(pool, "swa_kv_pool"):
+        # In a window's pool lies what the window will reach.
+        late = draw.choice(slots[-WINDOW // 2 :])
+        places = [(pool.full_kv_pool, slot), (pool.swa_kv_pool, int(pool.full_to_swa_index_mapping[late]))]
+        pool, slot = draw.choice(places)
+    _flip(draw.choice((pool.k_buffer, pool.v_buffer))[draw.randrange(pool.layer_num)][slot], draw)
     return True
 
 
@@ -208,9 +224,9 @@ def main() -> None:
     from engines.setups import Setup
 
     words = sys.argv[2:]
-    beside = ("gpu", "overlap", "host", "files")
+    beside = ("gpu", "overlap", "host", "files", "window")
     modes = [word for word in words if word not in (*beside, "clean")] or ["report", "protect"]
-    kernels = {**TRITON, "CANARY_BACKEND": "torch"} if "files" in words else {}
+    kernels = {**TRITON, "CANARY_BACKEND": "torch"} if {"files", "window"} & set(words) else {}
     kind = " ".join(word for word in beside if word in words) or "plain"
     setup = Setup(OPTIONS[kind], kernels, patience_s=600)
     where = next((word for word in ("host", "files") if word in words), "device")

@@ -1,17 +1,20 @@
 """A plugin of SGLang's own for `engines.ranks_script`: bits flip in one rank's KV, whether or not Canary is there.
 
-``RANKS_FOLDER`` has ``control``: ``parked``, a bit in what each new request will hit; ``host``, one in each slot of
-HiCache's host memory before a request is loaded from there; ``decoding``, a bit now and then
-in a slot of a running request; ``kill``, the rank's end within a batch; anything else, nothing. It gets ``flips``, a
-line for each flip. Both ranks look up what a request hits, so that their prefix caches stay alike.
+``RANKS_FOLDER`` has ``control``: ``parked``, a bit in what each new request will hit; ``either``, the same in a rank
+that is drawn each time; ``host``, one in each slot of HiCache's host memory before a request is loaded from there;
+``decoding``, a bit now and then in a slot of a running request; ``kill``, the rank's end within a batch; anything else,
+nothing. It gets ``flips``, a line for each flip. Both ranks look up what a request hits, so that their prefix caches
+stay alike.
 
-python -m tools.rank_flips COUNT [MODE ...] [plain] [decoding] [host] [clean], in the folder of the tests: a line of
-JSON for each mode of ``CANARY_ON_VIOLATION``, with the overlap scheduler unless ``plain``; ``host``: with HiCache.
+python -m tools.rank_flips COUNT [MODE ...] [plain] [decoding] [host] [clean] [dp | pp], in the folder of the tests: a
+line of JSON for each mode of ``CANARY_ON_VIOLATION``, with the overlap scheduler unless ``plain``. ``host``: with
+HiCache; ``dp``: data-parallel attention, ``pp``: two stages of a pipeline, in the place of tensor parallelism.
 """
 
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -30,7 +33,7 @@ BITS = (23, 28, 29, 30)
 EVERY = 7
 """Batches between two flips in running requests."""
 
-DRAW = random.Random("rank")
+DRAW, COIN = random.Random("rank"), random.Random("coin")
 
 
 def install() -> None:
@@ -48,9 +51,10 @@ def install() -> None:
         return done
 
     def add_request(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if control() == "parked" and not (args or kwargs):
+        if control() in ("parked", "either") and not (args or kwargs):
             request.init_next_round_input(scheduler.tree_cache)
-            flip(scheduler, request.prefix_indices.tolist())
+            broken = BROKEN_RANK if control() == "parked" else COIN.randrange(2)
+            flip(scheduler, request.prefix_indices.tolist(), broken)
         if control() == "host" and not (args or kwargs):
             request.init_next_round_input(scheduler.tree_cache)
             flip_host(scheduler, request)
@@ -78,16 +82,16 @@ def control() -> str:
     return file.read_text() if file.exists() else ""
 
 
-def flip(scheduler: Any, slots: list[int]) -> None:
+def flip(scheduler: Any, slots: list[int], broken: int = BROKEN_RANK) -> None:
     """Flips a bit in one of ``slots`` of the broken rank's pool, if there are any."""
-    if not slots or torch.distributed.get_rank() != BROKEN_RANK:
+    if not slots or torch.distributed.get_rank() != broken:
         return
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     words = DRAW.choice((pool.k_buffer, pool.v_buffer))[DRAW.randrange(pool.layer_num)][DRAW.choice(slots)]
     words = words.view(torch.int32)
     words[tuple(DRAW.randrange(size) for size in words.shape)] ^= 1 << DRAW.choice(BITS)
     with FOLDER.joinpath("flips").open("a") as file:
-        file.write(f"{len(slots)}\n")
+        file.write(f"{broken}\n")
 
 
 def flip_host(scheduler: Any, request: Any) -> None:
@@ -100,47 +104,79 @@ def flip_host(scheduler: Any, request: Any) -> None:
         words = DRAW.choice((pool.k_buffer, pool.v_buffer))[DRAW.randrange(pool.layer_num)][slot].view(torch.int32)
         words[tuple(DRAW.randrange(size) for size in words.shape)] ^= 1 << DRAW.choice(BITS)
     with FOLDER.joinpath("flips").open("a") as file:
-        file.write(f"{request.host_hit_length}\n")
+        file.write(f"{BROKEN_RANK}\n")
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "tp": {"tp_size": 2, "model": "llama"},
+    "host": {"tp_size": 2, "model": "llama", **HICACHE},
+    "dp": {
+        "tp_size": 2,
+        "dp_size": 2,
+        "enable_dp_attention": True,
+        "load_balance_method": "round_robin",
+        "model": "qwen3",
+    },
+    "pp": {"pp_size": 2, "model": "llama"},
+}
+"""`ServerArgs` by the kind of ranks."""
+
+PLUGINS = {"host": ["copies = host_copies:install"], "dp": ["data_parallel = data_parallel:install"]}
+INTERPRETED = {"dp": {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "CANARY_BACKEND": "torch"}}
 
 
 def serve_flipped(
-    folder: Path, count: int, control: str = "parked", overlap: bool = True, host: bool = False, **settings: str
+    folder: Path, count: int, control: str = "parked", kind: str = "tp", overlap: bool = True, **settings: str
 ) -> Any:
-    """``count`` requests for a few prompts whose KV is parked, one at a time (four with ``decoding``), while rank 1's
-    bits flip; ``host``: with HiCache. Counts the answers as `tools.parked_flips` does, and the events of each rank."""
-    from engines.ranks import phase, serve, told
+    """``count`` requests for a few prompts whose KV is parked, one at a time (four with ``decoding``; two with ``dp``,
+    one for each rank) in one of `ENGINES`, while bits flip. Counts the answers as `tools.parked_flips` does, and the
+    events of each rank. ``clean``: the answers before any flip."""
+    from engines.ranks import phase, serve
 
     draw = random.Random("parked")
     prompts = [[draw.randrange(3, 250) for _ in range(40)] for _ in range(6)]
-    together, new = (4, 24) if control == "decoding" else (1, 6)
+    together, new = (4, 24) if control == "decoding" else (2, 6) if kind == "dp" else (1, 6)
     rounds = [[draw.randrange(len(prompts)) for _ in range(together)] for _ in range(count // together)]
-    clean = [phase("nothing", [prompt], new) for prompt in prompts] * 2
+    # Each rank of data-parallel attention has a prefix cache of its own.
+    clean = [phase("nothing", [prompt] * (2 if kind == "dp" else 1), new) for prompt in prompts] * 2
     phases = clean + [phase(control, [prompts[n] for n in numbers], new) for numbers in rounds]
-    options: dict[str, Any] = {"tp_size": 2, "model": "llama", "dtype": "float32"}
-    options["disable_overlap_schedule"] = not overlap
-    plugins = ["flips = tools.rank_flips:install"]
-    if host:
-        options |= HICACHE
-        plugins.append("copies = host_copies:install")
-    done = serve(folder, options, phases, plugins, **settings)
-    right = [answer["tokens"] for (answer,) in done[: len(prompts)]]
-    served = Counter[str]()
+    options = {"dtype": "float32", "disable_overlap_schedule": not overlap, **ENGINES[kind]}
+    plugins = ["flips = tools.rank_flips:install", *PLUGINS.get(kind, ())]
+    done = serve(folder, options, phases, plugins, **INTERPRETED.get(kind, {}), **settings)
+    right = [answers[0]["tokens"] for answers in done[: len(prompts)]]
+    served, kinds = Counter[str](), set[str]()
     for numbers, answers in zip(rounds, done[len(clean) :], strict=True):
         for number, answer in zip(numbers, answers, strict=True):
             if answer["status"] == 503:
                 served["error"] += 1
-                assert "the KV cache of this request is corrupted (bytes); try again" in answer["error"]
+                told = re.search(r"the KV cache of this request is corrupted \((\w+)\); try again", answer["error"])
+                assert told, answer["error"]
+                kinds.add(told[1])
             else:
                 served["right" if (answer["status"], answer["tokens"]) == (200, right[number]) else "wrong"] += 1
-    events = [[event["event"] for event in told(folder, rank, "event")] for rank in (0, 1)]
-    names = ("recomputed", "aborted", "quarantined", "quarantine_failed", "disabled", "reporting_failed")
     flips = folder / "flips"
+    flipped = flips.read_text().split() if flips.exists() else []
     return {
         "asked": count,
-        "flipped": len(flips.read_text().splitlines()) if flips.exists() else 0,
+        "flipped": [flipped.count(str(rank)) for rank in (0, 1)],
         **{name: served[name] for name in ("right", "wrong", "error")},
+        "kinds": sorted(kinds),
+        **_told(folder, kind),
+        "clean": [[answer["tokens"] for answer in answers] for answers in done[: len(clean)]],
+    }
+
+
+def _told(folder: Path, kind: str) -> dict[str, Any]:
+    """How many events of some names each rank told, and whether both ran the same batches; nothing without Canary."""
+    from engines.ranks import told
+
+    if not folder.joinpath("rank0.jsonl").exists():
+        return {}
+    events = [[event["event"] for event in told(folder, rank, "event")] for rank in (0, 1)]
+    names = ("recomputed", "aborted", "quarantined", "quarantine_failed", "disabled", "reporting_failed")
+    return {
         **{name: [events[rank].count(name) for rank in (0, 1)] for name in names},
-        "alike": alike(*(told(folder, rank, "forward") for rank in (0, 1))),
+        "alike": kind == "dp" or alike(*(told(folder, rank, "forward") for rank in (0, 1))),
     }
 
 
@@ -154,15 +190,17 @@ def alike(ours: list[str], theirs: list[str]) -> bool:
 def main() -> None:
     """An engine for each mode."""
     words = sys.argv[2:]
-    options = ("plain", "decoding", "host", "clean")
-    control = next((word for word in ("clean", "decoding", "host") if word in words), "parked")
-    control = "nothing" if control == "clean" else control
+    kind = next((word for word in ENGINES if word in words), "tp")
+    options = ("plain", "decoding", "clean", *ENGINES)
+    control = "either" if kind in ("dp", "pp") else "host" if kind == "host" else "parked"
+    control = "nothing" if "clean" in words else "decoding" if "decoding" in words else control
     for mode in [word for word in words if word not in options] or ["report", "protect"]:
         compared = {"CANARY_READ_CHECK": "-1" if control == "decoding" else "0", "CANARY_SCRUB_BUDGET": "0"}
         guard = {"CANARY_PLUGINS": "sglang,ranks_witness", "CANARY_ON_VIOLATION": mode, **compared}
         with tempfile.TemporaryDirectory() as folder:
-            ways = {"overlap": "plain" not in words, "host": "host" in words}
-            served = serve_flipped(Path(folder) / "e", int(sys.argv[1]), control, **ways, **guard)
+            overlap = "plain" not in words
+            served = serve_flipped(Path(folder) / "e", int(sys.argv[1]), control, kind, overlap, **guard)
+        del served["clean"]
         sys.stdout.write(json.dumps({"mode": mode, **served}) + "\n")
         sys.stdout.flush()
 

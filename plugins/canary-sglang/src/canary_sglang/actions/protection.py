@@ -1,5 +1,6 @@
 """`Protection`: acts on verdicts before the scheduler takes the tokens of a step (``CANARY_ON_VIOLATION=protect``)."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -41,6 +42,9 @@ class Protection(Quarantine):
     tokens, so the next batch has such requests, too: their rows are passed by. They are queued again when no batch
     under way has them. Where neither is possible, acts as a `Quarantine`.
 
+    The stages of a pipeline have several batches on their way. There a batch keeps the rows of withdrawn requests until
+    the result has been taken, and the requests are queued after that.
+
     Of several ranks that schedule together each finds the wrong slots of one shard, and a single one gives out tokens.
     So every rank tells the others after every batch whether a verdict is there (`issued`; on a GPU when the tokens have
     come), and looks at the answers before the result is taken, all at the same place of the scheduler's loop. Only
@@ -61,12 +65,13 @@ class Protection(Quarantine):
         super().__init__(config, canaries, together)
         self._protects: bool | None = None
         self._cases: list[Case] = []
-        self._asked = False
         self._tries: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._again: list[Any] = []
         self._leaving: list[Any] = []
         # Whether verdicts come with the tokens, after the next batch has begun.
         self._late = False
+        self._flying: deque[Any] = deque()
+        self._gone: list[Any] = []
 
     @hookimpl
     def canary_verdict(self, verdict: Verdict) -> None:
@@ -87,7 +92,7 @@ class Protection(Quarantine):
         if self._protects is None:
             reason = self._refusal(scheduler)
             self._protects = not self._off and reason is None
-            self._late = schedulers.on_gpu(scheduler)
+            self._late = schedulers.on_gpu(scheduler) and not schedulers.is_staged(scheduler)
             if reason is not None and not self._off:
                 instead = "CANARY_ON_VIOLATION=protect does what quarantine does here"
                 if disaggregated.side(scheduler) != "null":
@@ -95,16 +100,17 @@ class Protection(Quarantine):
                 self._tell("quarantine_failed", {"reason": f"{reason}; {instead}"}, "warning")
         return ranks
 
-    def issued(self) -> None:
-        """The scheduler has run a batch, and its result is not taken yet. Every rank must call this, even with Canary
+    def issued(self, batch: Any) -> None:
+        """The scheduler has run ``batch``, and its result is not taken yet. Every rank must call this, even with Canary
         off. Does not wait."""
         if not self._late:
             self._ask()
 
     def _ask(self) -> None:
         if self._protects and self._ranks is not None and self._ranks.size > 1:
-            self._ranks.ask(bool(self._cases))
-            self._asked = True
+            self._ranks.begin_round(bool(self._cases), self._present)
+            if self._ranks.staged:
+                self._flying.append(batch)
 
     def turn(self, scheduler: Any) -> None:
         """See `Quarantine`."""
@@ -113,6 +119,8 @@ class Protection(Quarantine):
             super().turn(scheduler)
             return
         self._turn += 1
+        if schedulers.is_staged(scheduler):
+            return
         taken = self._withhold(scheduler, scheduler.last_batch)
         leaving, self._leaving = self._leaving, []
         retraction.leave_out([*taken, *leaving], scheduler.running_batch, scheduler.last_batch)
@@ -124,14 +132,21 @@ class Protection(Quarantine):
             return take()
         if self._late:
             self._await(scheduler, result)
+        if self._flying:
+            self._flying.popleft()
         taken = [] if scheduler.enable_overlap and not self._late else self._withhold(scheduler, batch)
-        with retraction.passing_by_retracted(scheduler) if taken else nullcontext():
+        gone = [*self._gone, *taken]
+        with retraction.passing_by_retracted(scheduler) if gone else nullcontext():
             done = take()
         if scheduler.enable_overlap:
             # What samples for the next batch still needs its rows.
             self._leaving += taken
         else:
-            retraction.leave_out(taken, scheduler.running_batch, batch)
+            flying = set(map(id, self._flying))
+            rest = [one for one in schedulers.microbatches(scheduler) if id(one) not in flying]
+            running = [] if id(scheduler.running_batch) in flying else [scheduler.running_batch]
+            retraction.leave_out(gone, *running, *rest, batch)
+            self._gone = [request for request in gone if any(request in one.reqs for one in self._flying)]
         self._queue_again(scheduler)
         return done
 
@@ -154,8 +169,6 @@ class Protection(Quarantine):
         kinds = {region.kind for canary in self._canaries() for region in canary.regions.values()}
         if kinds & {RegionKind.STATE, RegionKind.RING}:
             return "a state says of all tokens before it whether they are right"
-        if RegionKind.WINDOW in kinds:
-            return "sliding windows have not been shown to be computed again alike"
         return retraction.withholding_refusal(scheduler)
 
     def _withhold(self, scheduler: Any, batch: Any) -> list[Any]:
@@ -182,8 +195,7 @@ class Protection(Quarantine):
         ranks = self._ranks
         if ranks is None or ranks.size == 1:
             return self._present()
-        asked, self._asked = self._asked, False
-        return ranks.union(self._present()) if asked and ranks.anybody_had() else []
+        return ranks.end_round(self._present) or []
 
     def _present(self) -> list[Case]:
         """This rank's own verdicts so far, but for slots rewritten since. Never raises: other ranks wait."""
@@ -211,10 +223,11 @@ class Protection(Quarantine):
                 or (_is_everyones(case.suspect) and case.suspect.slot in held.get(case.suspect.region, ()))
             ]
             found.append((request, own))
-        if retraction.counts_logprobs(batch) and any(own and request in batch.reqs for request, own in found):
-            # SGLang would give the rows after one passed by the log-probabilities of its prompt.
-            beside = [Case(cases[0].suspect, True)]
-            found = [(request, own or (beside if request in batch.reqs else own)) for request, own in found]
+        for one in (batch, *self._flying):
+            if retraction.counts_logprobs(one) and any(own and request in one.reqs for request, own in found):
+                # SGLang would give the rows after one passed by the log-probabilities of its prompt.
+                beside = [Case(cases[0].suspect, True)]
+                found = [(request, own or (beside if request in one.reqs else own)) for request, own in found]
         return [(request, own) for request, own in found if own]
 
     def _regions(self, scheduler: Any, cases: list[Case]) -> list[Region]:
@@ -269,11 +282,9 @@ class Protection(Quarantine):
             self._tell("quarantined", {**about(suspect), "evicted_tokens": evicted}, "warning")
 
     def _queue_again(self, scheduler: Any) -> None:
-        again, self._again = self._again, []
-        for request in again:
-            if retraction.under_way(scheduler, request):
-                self._again.append(request)
-            else:
+        for request in list(self._again):
+            if request not in self._gone and not retraction.under_way(scheduler, request):
+                self._again.remove(request)
                 retraction.queue(scheduler, request)
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
+from canary_adapters import default_store
 from canary_core import Canary, CanaryConfig, Event, Region, Violation, Writers, emit, hookimpl
-from canary_sglang.actions.ranks import Ranks
+from canary_sglang.actions.ranks import Ranks, Stages
 from canary_sglang.actions.suspect import Suspect
 from canary_sglang.compat import allocators, caches, disaggregated, schedulers
 from canary_sglang.pools import compressor_state, mamba
@@ -76,13 +77,13 @@ class Quarantine:
         if self._off:
             return
         if ranks.size == 1:
-            due = self._found or (self._open and self._turn % RETRY_EVERY == 0)
-        else:
-            due = self._turn % AGREE_EVERY == 0 and ranks.anybody_had()
-        if due:
-            self._act(scheduler, *ranks.agree(*self._news()))
-        if ranks.size > 1 and self._turn % AGREE_EVERY == 0:
-            ranks.ask(bool(self._found or self._open))
+            if self._found or (self._open and self._turn % RETRY_EVERY == 0):
+                self._act(scheduler, ranks.union(self._news()))
+        elif self._turn % AGREE_EVERY == 0:
+            said = ranks.end_round(self._news)
+            if said is not None:
+                self._act(scheduler, said)
+            ranks.begin_round(bool(self._found or self._open), self._news)
 
     def begin(self, scheduler: Any) -> Ranks:
         """The ranks that decide together. The first call asks whether all are guarded alike, and reports an engine
@@ -91,12 +92,12 @@ class Quarantine:
             self._ranks = self._meet(scheduler)
         return self._ranks
 
-    def _act(self, scheduler: Any, found: Sequence[Suspect], gone: Sequence[Suspect]) -> None:
-        """Acts on suspects. All ranks must call it with the same arguments."""
-        for suspect in gone:
+    def _act(self, scheduler: Any, said: Sequence[tuple[Suspect, bool]]) -> None:
+        """Acts on suspects, each ``said`` to be new, or gone. All ranks must call it with the same arguments."""
+        for suspect in (suspect for suspect, new in said if not new):
             self._open.pop(suspect, None)
             self._failed.discard(suspect)
-        for suspect in found:
+        for suspect in (suspect for suspect, new in said if new):
             self._open.setdefault(suspect, 0)
         for suspect in sorted(self._open):
             tries = self._open[suspect]
@@ -113,7 +114,8 @@ class Quarantine:
     def _meet(self, scheduler: Any) -> Ranks:
         self._rank = self._rank or next((canary.config.rank for canary in self._canaries()), 0)
         group, reason = schedulers.deciding_group(scheduler, self.withholds)
-        ranks = Ranks(group)
+        store = default_store() if schedulers.is_staged(scheduler) else None
+        ranks = Ranks(group) if store is None or group is None else Stages(group, store)
         if reason is None and ranks.size > 1 and not self._together():
             reason = "not all ranks act on findings (CANARY_ON_VIOLATION is another one there, or they are unguarded)"
         elif reason is None and not ranks.alike(sorted(name for canary in self._canaries() for name in canary.regions)):
@@ -127,9 +129,9 @@ class Quarantine:
             self._tell("quarantine_failed", {"reason": reason}, "warning")
         return ranks
 
-    def _news(self) -> tuple[list[Suspect], list[Suspect]]:
-        """New findings of this rank, and open suspects that are gone or could not be handled. A finding comes some
-        steps late, and is left out if already gone. Never raises: the other ranks wait for the result."""
+    def _news(self) -> list[tuple[Suspect, bool]]:
+        """New findings of this rank, and, with False, open suspects that are gone or could not be handled. A finding
+        comes some steps late, and is left out if already gone. Never raises: other ranks wait for the result."""
         found, self._found = self._found, []
         gone = set(self._failed)
         try:
@@ -144,7 +146,7 @@ class Quarantine:
         except Exception as error:
             self._tell("quarantine_failed", {"reason": repr(error)}, "error")
             fresh = set()
-        return sorted(fresh), sorted(gone)
+        return [(suspect, True) for suspect in sorted(fresh)] + [(suspect, False) for suspect in sorted(gone)]
 
     def _handle(self, scheduler: Any, suspect: Suspect, first: bool) -> None:
         place = self._place(scheduler, suspect)

@@ -118,7 +118,6 @@ def withholding_refusal(scheduler: Any) -> str | None:
     args = scheduler.server_args
     for name, reason in (
         ("speculative_algorithm", "speculative decoding"),
-        ("enable_dp_attention", "data-parallel attention"),
         ("enable_hisparse", "HiSparse"),
         ("dllm_algorithm", "a diffusion model"),
     ):

@@ -9,12 +9,15 @@ import torch
 
 from canary_sglang.compat import disaggregated
 
+MICROBATCHES = ("mbs", "running_mbs", "last_mbs")
+"""Lists of batches of the scheduler of a pipeline's stage."""
+
 
 def running_requests(scheduler: Any, batch: Any = None) -> list[Any]:
     """Unfinished requests with slots, or about to get some, in the order of their names; of a PD prefill engine also
     those in transfer. ``batch``: one that the scheduler may not name itself."""
     batches = [scheduler.running_batch, scheduler.last_batch, getattr(scheduler, "cur_batch", None), batch]
-    batches += batches_under_way(scheduler)
+    batches += [*batches_under_way(scheduler), *microbatches(scheduler)]
     found = {id(request): request for batch in batches if batch is not None for request in batch.reqs}
     if scheduler.chunked_req is not None:
         found[id(scheduler.chunked_req)] = scheduler.chunked_req
@@ -39,6 +42,16 @@ def await_tokens(scheduler: Any, result: Any) -> None:
         done.synchronize()
     elif not scheduler.enable_overlap:
         torch.cuda.current_stream().synchronize()
+
+
+def is_staged(scheduler: Any) -> bool:
+    """Whether the scheduler is that of a stage of a pipeline."""
+    return (getattr(scheduler.server_args, "pp_size", None) or 1) > 1
+
+
+def microbatches(scheduler: Any) -> list[Any]:
+    """All batches of a stage of a pipeline, some of them twice; none of another scheduler."""
+    return [one for name in MICROBATCHES for one in getattr(scheduler, name, ()) if one is not None]
 
 
 def computed_tokens(scheduler: Any, batch: Any, draft: bool = False) -> int:
@@ -190,8 +203,8 @@ def deciding_group(scheduler: Any, withholds: bool = False) -> tuple[Any, str | 
     """The CPU process group of the ranks that schedule the same batches together, None for a single rank; and why these
     ranks can't make the same decisions, None if they can. ``withholds``: whether they hold tokens back."""
     args = scheduler.server_args
-    if getattr(args, "pp_size", 1) > 1:
-        return None, "the stages of a pipeline are at different batches; nothing is aborted or evicted with pp_size > 1"
+    if is_staged(scheduler):
+        return _group_of_stages(scheduler)
     if disaggregated.side(scheduler) != "null" and not withholds:
         return None, "with PD disaggregation another engine holds or awaits the same KV; nothing is aborted or evicted"
     group = scheduler.tp_cpu_group
@@ -201,6 +214,18 @@ def deciding_group(scheduler: Any, withholds: bool = False) -> tuple[Any, str | 
         group = scheduler.attn_tp_cpu_group
     lone = not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1
     return (None if lone else group), None
+
+
+def _group_of_stages(scheduler: Any) -> tuple[Any, str | None]:
+    """See `deciding_group`."""
+    args = scheduler.server_args
+    tiers = [getattr(args, name, False) for name in ("enable_hierarchical_cache", "enable_lmcache")]
+    if any(tiers) or getattr(args, "enable_dp_attention", False) or disaggregated.side(scheduler) != "null":
+        other = "data-parallel attention, PD disaggregation or a tier of the prefix cache"
+        return None, f"the stages of a pipeline, with {other}; nothing is aborted or evicted there"
+    if not all(hasattr(scheduler, name) for name in (*MICROBATCHES, "world_group")):
+        return None, "this SGLang runs the stages of a pipeline in another way; nothing is aborted or evicted there"
+    return scheduler.world_group.cpu_group, None
 
 
 def corrupted(message: str) -> Any:
