@@ -103,14 +103,15 @@ class Protection(Quarantine):
     def issued(self, batch: Any) -> None:
         """The scheduler has run ``batch``, and its result is not taken yet. Every rank must call this, even with Canary
         off. Does not wait."""
-        if not self._late:
-            self._ask()
+        if not self._late and (ranks := self._ask()) is not None and ranks.staged:
+            self._flying.append(batch)
 
-    def _ask(self) -> None:
-        if self._protects and self._ranks is not None and self._ranks.size > 1:
-            self._ranks.begin_round(bool(self._cases), self._present)
-            if self._ranks.staged:
-                self._flying.append(batch)
+    def _ask(self) -> Ranks | None:
+        """Begins a round of the ranks, if there are several, and returns them."""
+        if not self._protects or self._ranks is None or self._ranks.size == 1:
+            return None
+        self._ranks.begin_round(bool(self._cases), self._present)
+        return self._ranks
 
     def turn(self, scheduler: Any) -> None:
         """See `Quarantine`."""
