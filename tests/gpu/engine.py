@@ -313,8 +313,8 @@ class Run:
     def _attach(self) -> Canary:
         # The scrub goes round the whole pool in every forward, so that every changed byte is found in the same one.
         # What is looked at after an incident is allocated, once for each; tests/gpu/test_incidents.py is about that.
-        config = CanaryConfig(mode="log", scrub_budget="1MiB", silence_s=0, stats_interval=0, diagnose=False)
-        config = config.model_copy(update=self.settings)
+        settings = dict(mode="log", scrub_budget="1MiB", silence_s=0, stats_interval=0, diagnose=False)
+        config = CanaryConfig(**(settings | self.settings))
         hooks = private_hooks(self.findings, self)
         return Canary([self.model.region()], config, hooks=hooks, writers=self.writers)
 
