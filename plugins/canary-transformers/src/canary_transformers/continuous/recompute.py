@@ -52,6 +52,13 @@ class ContinuousRecomputer(Recomputer):
         """A new request has this name."""
         self._touched.pop(request, None)
 
+    def touches(self, state: Any) -> tuple[Touch, ...]:
+        """Of a request, by its state."""
+        touches = list(self._touched.get(state.request_id, ()))
+        if state._true_initial_tokens:
+            touches.append(Touch("preemption", len(state.initial_tokens)))
+        return tuple(touches)
+
     def requests(self) -> Sequence[str]:
         """The running ones."""
         return [name for name, state in list(self._scheduler.active_requests.items()) if state.position_offset]
@@ -66,9 +73,7 @@ class ContinuousRecomputer(Recomputer):
         known = [*state.initial_tokens, *state.generated_tokens]
         # With asynchronous batches the token that is computed just now is on the device only.
         count = min(state.position_offset, len(known))
-        touches = list(self._touched.get(request, ()))
-        if state._true_initial_tokens:
-            touches.append(Touch("preemption", len(state.initial_tokens)))
+        touches = self.touches(state)
         slots = {group.name: self._slots(group, request, count) for group in self._groups}
         return CachedRequest(request, known[:count], slots, touches)
 
