@@ -142,8 +142,8 @@ class Recompute:
         return [self._verify(name) for name in names]
 
     def judged(self, cached: CachedRequest) -> Verification:
-        """The answer for a running request's content of the cache, or a parked prefix. On the engine's thread and stream,
-        between forwards. Waits for the device."""
+        """The answer for a running request's content of the cache, or a parked prefix. On the engine's thread and
+        stream, between forwards. Waits for the device."""
         try:
             answer = self._judged(cached)
         except CanaryError as error:

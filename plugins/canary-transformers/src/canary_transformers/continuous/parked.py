@@ -1,5 +1,6 @@
 """`LedgerPrefixes`: KV of ended requests in continuous batching's prefix cache, remembered to be computed again."""
 
+import contextlib
 import functools
 import time
 from array import array
@@ -21,8 +22,9 @@ from canary_adapters import (
     recompute_off,
     upload,
 )
-from canary_core import CachedRequest, Canary, CanaryError, HookTarget, Patches, Touch, Verification
+from canary_core import CachedRequest, Canary, CanaryError, HookTarget, Patches, Verification
 from canary_transformers.continuous import compat
+from canary_transformers.continuous.recompute import ContinuousRecomputer, GaveWayError
 
 if TYPE_CHECKING:
     from canary_core import Recompute
@@ -80,7 +82,7 @@ class _Ask:
     got: list[Verification] = field(default_factory=list)
 
     def fail(self, why: str) -> None:
-        if self.answer.set_running_or_notify_cancel():
+        if not self.answer.done() and self.answer.set_running_or_notify_cancel():
             self.answer.set_exception(CanaryError(why))
 
 
@@ -88,7 +90,7 @@ class LedgerPrefixes:
     """Follows what requests leave in the prefix cache of ``processor``, which is able to (`unable`), and computes it
     again where somebody asks, or where nobody is to be served, within the share of ``CANARY_RECOMPUTE``.
 
-    group: the only one. touches: gives those of a request, by its state. recompute: gives the one of the engine.
+    group: the only one. recomputer, recompute: of the engine; the latter is made on the first call.
     """
 
     def __init__(
@@ -96,13 +98,13 @@ class LedgerPrefixes:
         canary: Canary,
         processor: Any,
         group: compat.KVGroup,
-        touches: Callable[[Any], tuple[Touch, ...]],
+        recomputer: ContinuousRecomputer,
         recompute: Callable[[], "Recompute"],
     ) -> None:
         self._canary, self._processor, self._group = canary, processor, group
         (self._allocator,) = processor.cache.cache_allocators.values()
         self._device = torch.device(processor.cache.device)
-        self._touches, self._recompute = touches, recompute
+        self._recomputer, self._recompute = recomputer, recompute
         self.known = ParkedPrefixes.of_cache(self._allocator.num_blocks * group.block_slots)
         self._share = canary.config.recompute.share
         self._rest_until = 0.0
@@ -129,17 +131,16 @@ class LedgerPrefixes:
 
     def serve(self) -> None:
         """Computes one prefix again. On the engine's thread and stream, between forwards; never raises."""
-        asked = next((one for one in self._asked if not one.answer.cancelled()), None)
+        asked = self._first()
         try:
             if asked is None:
-                self._asked.clear()
                 self._prove()
             else:
                 self._answer(asked)
         except Exception as error:
             why = f"the recompute failed: {error_text(error)}"
             if asked is not None:
-                self._asked.remove(asked)
+                self._done(asked)
                 asked.fail(why)
             else:
                 self._share = 0.0
@@ -151,6 +152,19 @@ class LedgerPrefixes:
         while self._asked:
             self._asked.popleft().fail(ENDED)
 
+    def _first(self) -> _Ask | None:
+        """The first one that somebody waits for."""
+        for one in tuple(self._asked):
+            if not one.answer.done():
+                return one
+            self._done(one)
+        return None
+
+    def _done(self, asked: _Ask) -> None:
+        """Unless another thread has ended it."""
+        with contextlib.suppress(ValueError):
+            self._asked.remove(asked)
+
     def _answer(self, asked: _Ask) -> None:
         """A step further: others are served between two prefixes."""
         if asked.names is None:
@@ -159,8 +173,8 @@ class LedgerPrefixes:
         if asked.names:
             asked.got.append(self._verify(asked.names.popleft()))
         if not asked.names:
-            self._asked.remove(asked)
-            if asked.answer.set_running_or_notify_cancel():
+            self._done(asked)
+            if not asked.answer.done() and asked.answer.set_running_or_notify_cancel():
                 asked.answer.set_result(asked.got)
 
     def _prove(self) -> None:
@@ -171,7 +185,13 @@ class LedgerPrefixes:
         able = (one for one in self.known.by_proof() if not self._runs(one.name) and one.left() >= LEAST_TOKENS)
         prefix = next(able, None)
         if prefix is not None:
-            self._verify(prefix.name)
+            self._recomputer.stops = lambda: not self._idle()
+            try:
+                self._verify(prefix.name)
+            except GaveWayError:
+                self._canary.count("recompute_gave_way")
+            finally:
+                self._recomputer.stops = None
             self._canary.count("recompute_ms", round(1000 * (time.perf_counter() - began)))
         now = time.perf_counter()
         self._rest_until = now + (now - began) * (1 / self._share - 1)
@@ -223,10 +243,10 @@ class LedgerPrefixes:
         hashes = array("Q", takewhile(lambda known: known is not None, hashed))
         count = len(hashes) * self._group.block_slots
         content = array("i", [*state.initial_tokens, *state.generated_tokens][:count])
+        touches = self._recomputer.touches(state)
         self.known.add(
             LedgerPrefix(
-                name=state.request_id, content=content, touches=self._touches(state), allocator=self._allocator,
-                hashes=hashes,
+                name=state.request_id, content=content, touches=touches, allocator=self._allocator, hashes=hashes
             )
         )  # fmt: skip
         for name, number in self.known.counted().items():

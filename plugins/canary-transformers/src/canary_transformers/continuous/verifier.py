@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,8 @@ class Verifier:
         self._not_parked = parked.unable(processor, groups) if wanted else NOT_WANTED
         self._parked: parked.LedgerPrefixes | None = None
         if self._not_parked is None:
-            touches, recompute = self._recomputer.touches, lambda: self.recompute
-            self._parked = parked.LedgerPrefixes(canary, processor, groups[0], touches, recompute)
+            own = self._recomputer, lambda: self.recompute
+            self._parked = parked.LedgerPrefixes(canary, processor, groups[0], *own)
         canary.verifier = self
         if canary.config.recompute:
             _ = self.recompute
@@ -50,11 +51,22 @@ class Verifier:
             self._recompute = Recompute(self._canary, self._recomputer)
         return self._recompute
 
-    def verify(self, request: str | None, timeout_s: float) -> list[Verification]:
-        """See `Recompute.verify`. Raises `CanaryError` where nothing is guarded any more."""
+    def verify(self, request: str | None, timeout_s: float, parked: bool = False) -> list[Verification]:
+        """See `Recompute.verify`; ``parked``: prefixes of ended requests, not on the engine's thread. Raises
+        `CanaryError` where nothing is guarded any more."""
         if not self._canary.enabled:
             raise CanaryError("nothing is verified here any more: an error switched Canary off, or it was closed")
-        return self.recompute.verify(request, timeout_s)
+        if not parked:
+            return self.recompute.verify(request, timeout_s)
+        asked = self.ask(request, parked=True)
+        try:
+            return asked.result(timeout_s)
+        except LateError:
+            asked.cancel()
+            raise CanaryError(
+                f"not all was verified within {timeout_s:g} s: one prefix is computed between two forwards; give it "
+                "more time (timeout_s)"
+            ) from None
 
     def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
         """See `Verifier.ask` of the core."""
