@@ -33,8 +33,7 @@ ENDED = "the manager ended, or Canary was switched off"
 
 
 def unable(processor: Any, groups: Sequence[compat.KVGroup]) -> str | None:
-    """The reason for which prefixes of a `ContinuousBatchProcessor`'s ended requests can't be followed; None for
-    none."""
+    """The reason against following prefixes of a `ContinuousBatchProcessor`'s ended requests; None for none."""
     cache = processor.cache
     if not hasattr(cache, "cache_allocators"):
         return "this Transformers has no ledger of blocks to look them up in; install 5.18 or later"
@@ -55,9 +54,9 @@ def unable(processor: Any, groups: Sequence[compat.KVGroup]) -> str | None:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LedgerPrefix(ParkedPrefix):
-    """``hashes``: the engine's own, of each block of `content`. They are looked up anew each time in the tables of the
-    allocator's ledger, where the next hit finds them: nothing there changes. A block may be another one than the
-    request's, written by another request with the same tokens."""
+    """``hashes``: the engine's own, of each block of `content`, looked up anew each time in the tables of the allocator's
+    ledger, like a hit's: nothing there changes. A block may be another one than the request's, written by another
+    request with the same tokens."""
 
     allocator: Any
     hashes: Sequence[int] = field(repr=False)
@@ -87,8 +86,8 @@ class _Ask:
 
 
 class LedgerPrefixes:
-    """Follows what requests leave in the prefix cache of ``processor``, which is able to (`unable`), and computes it
-    again where somebody asks, or where nobody is to be served, within the share of ``CANARY_RECOMPUTE``.
+    """Follows the prefixes left by requests in the cache of ``processor``, an able one (`unable`). Computes each again on
+    demand, or with nobody to serve, within the share of ``CANARY_RECOMPUTE``.
 
     group: the only one. recomputer, recompute: of the engine; the latter is made on the first call.
     """
@@ -153,7 +152,7 @@ class LedgerPrefixes:
             self._asked.popleft().fail(ENDED)
 
     def _first(self) -> _Ask | None:
-        """The first one that somebody waits for."""
+        """The first one with a caller who waits."""
         for one in tuple(self._asked):
             if not one.answer.done():
                 return one
@@ -204,7 +203,7 @@ class LedgerPrefixes:
         return self._recompute().judged(self._cached(prefix))
 
     def _cached(self, prefix: LedgerPrefix) -> CachedRequest:
-        """What is left now."""
+        """The blocks left now."""
         (blocks,) = prefix.blocks()
         size = self._group.block_slots
         slots = upload([block * size + place for block in blocks for place in range(size)], self._device)
@@ -217,7 +216,7 @@ class LedgerPrefixes:
         return not self._processor.scheduler.has_pending_requests() and (queue is None or queue.empty())
 
     def _runs(self, name: str) -> bool:
-        """Whether it runs, or was preempted and will again."""
+        """Whether the request runs, or will after a preemption."""
         scheduler = self._processor.scheduler
         return name in scheduler.active_requests or name in scheduler.waiting_requests
 

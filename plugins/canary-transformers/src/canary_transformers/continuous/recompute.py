@@ -26,7 +26,7 @@ MOST_TOUCHED = 4096
 
 
 class GaveWayError(Exception):
-    """A second computation that nobody had asked for ended, since a request came in."""
+    """The end of an unwanted second computation: a request came in."""
 
 
 class ContinuousRecomputer(Recomputer):

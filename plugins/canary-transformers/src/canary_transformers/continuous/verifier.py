@@ -79,7 +79,7 @@ class Verifier:
         return refused
 
     def close(self) -> None:
-        """Whoever waits for a parked prefix is told that nothing will come."""
+        """Fails all asks for parked prefixes."""
         if self._parked is not None:
             self._parked.close()
 
