@@ -54,9 +54,9 @@ def unable(processor: Any, groups: Sequence[compat.KVGroup]) -> str | None:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LedgerPrefix(ParkedPrefix):
-    """``hashes``: the engine's own, of each block of `content`, looked up anew each time in the tables of the allocator's
-    ledger, like a hit's: nothing there changes. A block may be another one than the request's, written by another
-    request with the same tokens."""
+    """``hashes``: the engine's own, of each block of `content`, looked up anew each time in the tables of the
+    allocator's ledger, like a hit's: nothing there changes. A block may be another one than the request's, written by
+    another request with the same tokens."""
 
     allocator: Any
     hashes: Sequence[int] = field(repr=False)
@@ -86,8 +86,8 @@ class _Ask:
 
 
 class LedgerPrefixes:
-    """Follows the prefixes left by requests in the cache of ``processor``, an able one (`unable`). Computes each again on
-    demand, or with nobody to serve, within the share of ``CANARY_RECOMPUTE``.
+    """Follows the prefixes left by requests in the cache of ``processor``, an able one (`unable`). Computes each
+    again on demand, or with nobody to serve, within the share of ``CANARY_RECOMPUTE``.
 
     group: the only one. recomputer, recompute: of the engine; the latter is made on the first call.
     """
