@@ -22,7 +22,7 @@ from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
 from canary_adapters.hash_chain import HashChain
-from canary_adapters.internal_requests import InternalRequests, RecomputePair, Running, is_internal
+from canary_adapters.internal_requests import LEAST_TOKENS, InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.layer_stores import follow_stores
 from canary_adapters.lengths import PrefixLens, UniformLens
@@ -31,6 +31,7 @@ from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
 from canary_adapters.parked_blocks import free_blocks
 from canary_adapters.parked_prefixes import LOST_ADAPTER, ParkedPrefix, ParkedPrefixes
+from canary_adapters.parked_proofs import NOT_REMEMBERED, UNKNOWN_PREFIX
 from canary_adapters.pools import (
     GrowingPool,
     JoinedPools,
@@ -78,9 +79,12 @@ __all__ = [
     "ATTENTION_TYPES",
     "CHECKED_DTYPES",
     "FIRST_CONTENT",
+    "LEAST_TOKENS",
     "LOST_ADAPTER",
     "MARK",
+    "NOT_REMEMBERED",
     "TABLE_STEP",
+    "UNKNOWN_PREFIX",
     "AdapterContents",
     "Answer",
     "AnswerCheck",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from canary_adapters.internal_requests import LEAST_TOKENS, Internal, InternalRequests, RecomputePair
 from canary_adapters.parked_prefixes import ALL_PARKED, PARKED, ParkedPrefix
 
-UNKNOWN = (
+UNKNOWN_PREFIX = (
     "nothing is remembered that it left in the prefix cache: it still runs, never did, left no whole block there, or "
     "too many requests have ended since"
 )
@@ -42,7 +42,7 @@ class ParkedProofs:
         if isinstance(known, str):
             return NOT_REMEMBERED.format(why=known)
         prefix = known.get(request.removeprefix(PARKED))
-        return UNKNOWN if prefix is None else prefix.why or prefix
+        return UNKNOWN_PREFIX if prefix is None else prefix.why or prefix
 
     def waits(self) -> float | None:
         """Seconds until an idle engine may prove the next one; None where it remembers none."""

@@ -85,25 +85,27 @@ class Guard:
                 cache.drain()
         return list(self._violations)
 
-    def verify(self, request: str | None = None, timeout_s: float = 60.0) -> list[Verification]:
+    def verify(self, request: str | None = None, timeout_s: float = 60.0, parked: bool = False) -> list[Verification]:
         """Has one running request, or (None) all of them, computed again, and compares the KV in the cache with the
         result: see docs/verify.md. A request is one of continuous batching by its name, or a row of a cache of
         `generate()` or direct calls: ``"generate 1 row 0"``. For continuous batching on another thread than the
-        engine's; for a cache on any, between two forwards. Raises `CanaryError` if no guarded request exists,
-        if continuous batching did not come between two forwards in time, or within a forward."""
-        sessions, caches = list(self._sessions), list(self._caches)
+        engine's; for a cache on any, between two forwards. ``parked``: what ended requests of continuous batching left
+        in the prefix cache. Raises `CanaryError` if no guarded request exists, if continuous batching did not come
+        between two forwards in time, or within a forward."""
+        sessions, caches = list(self._sessions), [] if parked else list(self._caches)
         if not sessions and not caches:
             raise CanaryError(
                 "no continuous batching is guarded just now, and no cache of generate() or direct calls is alive"
             )
-        answers = self._verifiers.verify(request, timeout_s)
+        answers = [] if parked else self._verifiers.verify(request, timeout_s)
         if request is None:
-            return [*answers, *(one for session in sessions for one in session.verifier.verify(None, timeout_s))]
+            engines = [session.verifier.verify(None, timeout_s, parked) for session in sessions]
+            return [*answers, *(one for engine in engines for one in engine)]
         if not answers and not sessions:
             raise CanaryError(f"{request!r} is no row of a cache that is guarded and alive")
         # A request is in one of them; the others would say that it does not run there.
         asked = [] if answers else sessions
-        answers += [answer for session in asked for answer in session.verifier.verify(request, timeout_s)]
+        answers += [answer for session in asked for answer in session.verifier.verify(request, timeout_s, parked)]
         return [answer for answer in answers if answer.verdict != "unjudged"] or answers[:1]
 
     def stats(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """A second forward of a model over tokens of one sequence, with a cache of Canary's own: for all recomputers."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,15 @@ GROWING_ROPES = ("dynamic", "longrope")
 """Kinds of rotation that a model changes as sequences grow, so that a forward of Canary's would change the next one."""
 
 
-def run(model: Any, tokens: Tensor, chunk_tokens: int, jitter: float, first_position: int = 0) -> Sequence[Any]:
+def parts(tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    """So many tokens, in forwards of ``chunk_tokens``."""
+    return (slice(first, first + chunk_tokens) for first in range(0, tokens, chunk_tokens))
+
+
+def run(model: Any, tokens: Tensor, forwards: Iterable[slice], jitter: float, first_position: int = 0) -> Sequence[Any]:
     """The layers of a cache that holds ``tokens``, integer ``[n]``, at positions from ``first_position`` on; computed
-    in forwards of ``chunk_tokens``. See `Recomputer.compute` for ``jitter``. Raises `CanaryError` where a model would
-    notice."""
+    in ``forwards``, each with its part of them. See `Recomputer.compute` for ``jitter``. Raises `CanaryError` where a
+    model would notice."""
     if found := sorted({*_ropes(model.config.get_text_config())} & {*GROWING_ROPES}):
         raise CanaryError(
             f"a rotation of kind {found[0]!r} is changed by each longer sequence, so it can't be repeated"
@@ -28,8 +33,7 @@ def run(model: Any, tokens: Tensor, chunk_tokens: int, jitter: float, first_posi
     named: dict[str, Any] = {cache_argument(inner): cache, "use_cache": True}
     positions = torch.arange(first_position, first_position + len(tokens), device=tokens.device)[None]
     with GENERATE.apart(), torch.no_grad():
-        for first in range(0, len(tokens), chunk_tokens):
-            part = slice(first, first + chunk_tokens)
+        for part in forwards:
             if first_position:
                 named["position_ids"] = positions[:, part]
             inner(input_ids=tokens[None, part], **named)

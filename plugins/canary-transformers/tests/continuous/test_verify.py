@@ -199,17 +199,6 @@ def test_what_can_not_be_judged_says_so(engine):
     assert len(verified.findings.told("unjudged")) == 3
 
 
-def test_what_ended_requests_left_is_not_remembered_and_that_is_said(engine):
-    """At once, in an engine that serves nobody."""
-    verified = engine()
-    verified.submit("ended")
-    verified.finish()
-    verifier = verified.guard._sessions[0].verifier
-    for name in ("ended", None):
-        with pytest.raises(CanaryError, match="left in the prefix cache of this engine is not remembered"):
-            verifier.ask(name, parked=True).result(0)
-
-
 def test_an_engine_that_does_not_come_to_it_and_a_computation_that_fails(engine, monkeypatch):
     """Whoever asked hears of it, from a loop that stands still after the time given and of an error at once; the engine
     goes on, and its guard too."""
@@ -273,10 +262,12 @@ def managed(model: Any, traffic: Traffic) -> Iterator[Any]:
         yield manager
 
 
-def test_a_running_manager_answers_other_threads(guard):
-    """`Guard.verify` from the caller's thread, while the engine's loop serves: an idle loop answers too."""
+def test_a_running_manager_answers_other_threads(guard, tmp_path):
+    """`Guard.verify` from the caller's thread, while the engine's loop serves: an idle loop answers too, for what ended
+    requests left."""
+    tmp_path.chmod(0o700)
     model = served("llama", "cpu")
-    guarded = guard(model)
+    guarded = guard(model, control="write", control_dir=str(tmp_path))
     with pytest.raises(CanaryError, match="no continuous batching is guarded"):
         guarded.verify()
     with managed(model, Traffic(new_tokens=400, pages=100)) as manager:
@@ -289,4 +280,11 @@ def test_a_running_manager_answers_other_threads(guard):
         assert answers[0].to_dict()["layers"][0]["source"] == "k.0"
         (unknown,) = guarded.verify("nobody", timeout_s=300)
         assert "is not running" in unknown.reason
+        while not manager.get_result(timeout=300).is_finished():
+            pass
+        (left,) = guarded.verify("a", timeout_s=300, parked=True)
+        assert (left.tokens, left.parked, left.verdict in ("same", "unjudged")) == (456, True, True), left.table()
+        assert [answer.request for answer in guarded.verify(timeout_s=300, parked=True)] == ["a"]
+        with pytest.raises(CanaryError, match=r"not all was verified within 0 s"):
+            guarded.verify(timeout_s=0, parked=True)
     assert guarded.violations == []

@@ -10,7 +10,8 @@ import canary_core
 
 
 def test_running_requests_are_verified_from_another_process(tmp_path):
-    """All that run, as JSON, and one by name, with the table of the Python call. The engine serves on."""
+    """All that run, as JSON, and one by name, with the table of the Python call; and what ended ones left. The engine
+    serves on."""
     folder = tmp_path / "c"
     folder.mkdir(mode=0o700)
     tests = Path(__file__).parents[1]
@@ -41,6 +42,18 @@ def test_running_requests_are_verified_from_another_process(tmp_path):
             if verdicts:
                 one = verify("--request", sorted(verdicts, key=int)[-1])
                 assert f"process {engine.pid}, replica 0, rank 0" in one.stdout
+        done = verify("--all-parked", "--json")
+        (told,) = json.loads(done.stdout)
+        assert "error" not in told, told
+        assert all(answer["parked"] for answer in told["answers"])
+        ended = [answer["request"] for answer in told["answers"]]
+        assert {answer["verdict"] for answer in told["answers"]} <= {"same", "gone", "unjudged"}
+        one = verify("--prefix-of", ended[-1])
+        assert f"prefix of {ended[-1]}: " in one.stdout
+        assert one.returncode in (0, 2), one.stderr
+        unknown = verify("--prefix-of", "nobody")
+        assert unknown.returncode == 2
+        assert "prefix of nobody: unjudged, 0 tokens (nothing is remembered" in unknown.stdout
         unknown = verify("--request", "nobody")
         assert unknown.returncode == 2
         assert "nobody: unjudged, 0 tokens (request 'nobody' is not running" in unknown.stdout

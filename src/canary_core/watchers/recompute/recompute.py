@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
+from dataclasses import replace
 
 import torch
 
@@ -140,28 +141,40 @@ class Recompute:
         names = list(self._recomputer.requests()) if request is None else [request]
         return [self._verify(name) for name in names]
 
+    def judged(self, cached: CachedRequest) -> Verification:
+        """The answer for a running request's content of the cache, or a parked prefix. On the engine's thread and
+        stream, between forwards. Waits for the device."""
+        try:
+            answer = self._judged(cached)
+        except CanaryError as error:
+            answer = self.judge.unjudged(cached.request, str(error), "refused")
+        except torch.OutOfMemoryError:
+            answer = self.judge.unjudged(cached.request, NO_MEMORY, "no_memory")
+        return replace(answer, parked=cached.parked is not None)
+
     def _verify(self, name: str) -> Verification:
         try:
             cached = self._recomputer.cached(name)
-            few = self.judge.too_few(cached)
-            if few is not None:
-                return few
-            if not self._fits(cached):
-                return self.judge.unjudged(name, NO_MEMORY, "no_memory", len(cached.tokens))
-            self.judge.check_bytes(cached)
-            look = self._turns.next()
-            comparison = self._compare(cached, CHUNK_TOKENS, look=look)
-            answer = self.judge.verdict(cached, comparison)
-            answer = self._turns.judge(cached, answer, look)
-            if self.judge.teaches(cached, comparison):
-                odd = max(ODD_CHUNK_TOKENS, -(-len(cached.tokens) // MOST_ODD_CHUNKS) | 1)
-                rounded = self._compare(cached, CHUNK_TOKENS, self._recomputer.rounding)
-                self.noise.learn([comparison.errors, self._compare(cached, odd).errors], rounded.errors)
-            return answer
         except CanaryError as error:
             return self.judge.unjudged(name, str(error), "refused")
-        except torch.OutOfMemoryError:
-            return self.judge.unjudged(name, NO_MEMORY, "no_memory")
+        return self.judged(cached)
+
+    def _judged(self, cached: CachedRequest) -> Verification:
+        few = self.judge.too_few(cached)
+        if few is not None:
+            return few
+        if not self._fits(cached):
+            return self.judge.unjudged(cached.request, NO_MEMORY, "no_memory", len(cached.tokens))
+        self.judge.check_bytes(cached)
+        look = self._turns.next()
+        comparison = self._compare(cached, CHUNK_TOKENS, look=look)
+        answer = self.judge.verdict(cached, comparison)
+        answer = self._turns.judge(cached, answer, look)
+        if self.judge.teaches(cached, comparison):
+            odd = max(ODD_CHUNK_TOKENS, -(-len(cached.tokens) // MOST_ODD_CHUNKS) | 1)
+            rounded = self._compare(cached, CHUNK_TOKENS, self._recomputer.rounding)
+            self.noise.learn([comparison.errors, self._compare(cached, odd).errors], rounded.errors)
+        return answer
 
     def _fits(self, cached: CachedRequest) -> bool:
         """Whether the device has memory for a second copy of the request's KV, and as much again for the forward,

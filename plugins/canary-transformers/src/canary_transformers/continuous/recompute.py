@@ -1,7 +1,7 @@
 """`ContinuousRecomputer`: computes requests of continuous batching again, with a cache of its own."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,10 @@ MOST_TOUCHED = 4096
 """Requests whose hits, forks and arrivals are remembered."""
 
 
+class GaveWayError(Exception):
+    """The end of an unwanted second computation: a request came in."""
+
+
 class ContinuousRecomputer(Recomputer):
     """A forward of the model over a request's tokens with a `DynamicCache` of its own: another path than the engine's,
     which reads pages, decodes, and pads. Layers with a window keep all of their KV there.
@@ -40,6 +44,8 @@ class ContinuousRecomputer(Recomputer):
         self._model = model
         self._ranks = getattr(getattr(processor, "distributed_helper", None), "tp_size", 1)
         self._touched: OrderedDict[str, list[Touch]] = OrderedDict()
+        self.stops: Callable[[], bool] | None = None
+        """Asked before each forward of a second computation. The computation ends with a `GaveWayError` if it stops."""
 
     def touched(self, request: str, touch: Touch) -> None:
         """Notes that something else than the request's own forwards filled its first slots."""
@@ -51,6 +57,13 @@ class ContinuousRecomputer(Recomputer):
     def began(self, request: str) -> None:
         """A new request has this name."""
         self._touched.pop(request, None)
+
+    def touches(self, state: Any) -> tuple[Touch, ...]:
+        """Of a request, by its state."""
+        touches = list(self._touched.get(state.request_id, ()))
+        if state._true_initial_tokens:
+            touches.append(Touch("preemption", len(state.initial_tokens)))
+        return tuple(touches)
 
     def requests(self) -> Sequence[str]:
         """The running ones."""
@@ -66,9 +79,7 @@ class ContinuousRecomputer(Recomputer):
         known = [*state.initial_tokens, *state.generated_tokens]
         # With asynchronous batches the token that is computed just now is on the device only.
         count = min(state.position_offset, len(known))
-        touches = list(self._touched.get(request, ()))
-        if state._true_initial_tokens:
-            touches.append(Touch("preemption", len(state.initial_tokens)))
+        touches = self.touches(state)
         slots = {group.name: self._slots(group, request, count) for group in self._groups}
         return CachedRequest(request, known[:count], slots, touches)
 
@@ -103,7 +114,9 @@ class ContinuousRecomputer(Recomputer):
         if backend.startswith("paged|"):
             raise CanaryError(f"attention {backend!r} makes no causal mask without the engine's cache; use sdpa")
         with attention.observed(model, observer):
-            layers = second_forward.run(model, upload(request.tokens, self._device), chunk_tokens, jitter)
+            tokens = upload(request.tokens, self._device)
+            forwards = self._unless_others(second_forward.parts(len(tokens), chunk_tokens))
+            layers = second_forward.run(model, tokens, forwards, jitter)
         slots = torch.arange(len(request.tokens), device=self._device)
         return {
             group.name: Computed(
@@ -111,6 +124,12 @@ class ContinuousRecomputer(Recomputer):
             )
             for group in self._groups
         }
+
+    def _unless_others(self, forwards: Iterator[slice]) -> Iterator[slice]:
+        for part in forwards:
+            if self.stops is not None and self.stops():
+                raise GaveWayError
+            yield part
 
     def _given_model(self) -> Any:
         model = self._model()

@@ -109,7 +109,7 @@ class Session:
         self._patches.wrap(processor.model_runner, "compute_batch", self._bracket)
         self._patches.follow(processor, "prepare_next_batch", self._scheduled)
         self.verifier = Verifier(self.canary, processor, self._groups, lambda: self._model and self._model())
-        """Computes running requests again, where somebody asks for it."""
+        """Computes requests again, where somebody asks for it."""
         self.verifier.follow(self._patches, self._on_stream)
         if self.canary.step.stores.on:
             self._patches.follow(cache, "update", self._updated)
@@ -147,6 +147,7 @@ class Session:
     def close(self) -> None:
         """Drains, and restores the engine's methods. Never raises `ViolationError`."""
         self._patches.undo()
+        self.verifier.close()
         with contextlib.suppress(ViolationError), self._on_stream:
             self.canary.close()
 

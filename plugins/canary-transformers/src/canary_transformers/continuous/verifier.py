@@ -1,17 +1,21 @@
-"""`Verifier`: has running requests of one cache computed again, between two forwards of the engine's own loop."""
+"""`Verifier`: has requests of one cache computed again, between two forwards of the engine's own loop."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from canary_adapters import NOT_REMEMBERED
 from canary_core import Canary, CanaryError, Patches, Touch, Verification
-from canary_transformers.continuous import compat
+from canary_transformers.continuous import compat, parked
 from canary_transformers.continuous.recompute import ContinuousRecomputer
 
 if TYPE_CHECKING:
     from canary_core import Recompute
+
+NOT_WANTED = "that takes CANARY_CONTROL=write or CANARY_RECOMPUTE when the manager starts"
 
 
 class Verifier:
@@ -28,6 +32,12 @@ class Verifier:
         self._processor = processor
         self._recomputer = ContinuousRecomputer(processor, groups, model)
         self._recompute: Recompute | None = None
+        wanted = canary.config.control == "write" or canary.config.recompute
+        self._not_parked = parked.unable(processor, groups) if wanted else NOT_WANTED
+        self._parked: parked.LedgerPrefixes | None = None
+        if self._not_parked is None:
+            own = self._recomputer, lambda: self.recompute
+            self._parked = parked.LedgerPrefixes(canary, processor, groups[0], *own)
         canary.verifier = self
         if canary.config.recompute:
             _ = self.recompute
@@ -41,20 +51,44 @@ class Verifier:
             self._recompute = Recompute(self._canary, self._recomputer)
         return self._recompute
 
-    def verify(self, request: str | None, timeout_s: float) -> list[Verification]:
-        """See `Recompute.verify`. Raises `CanaryError` where nothing is guarded any more."""
+    def verify(self, request: str | None, timeout_s: float, parked: bool = False) -> list[Verification]:
+        """See `Recompute.verify`; ``parked``: prefixes of ended requests, not on the engine's thread. Raises
+        `CanaryError` where nothing is guarded any more."""
         if not self._canary.enabled:
             raise CanaryError("nothing is verified here any more: an error switched Canary off, or it was closed")
-        return self.recompute.verify(request, timeout_s)
+        if not parked:
+            return self.recompute.verify(request, timeout_s)
+        asked = self.ask(request, parked=True)
+        try:
+            return asked.result(timeout_s)
+        except LateError:
+            asked.cancel()
+            raise CanaryError(
+                f"not all was verified within {timeout_s:g} s: one prefix is computed between two forwards; give it "
+                "more time (timeout_s)"
+            ) from None
 
     def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
         """See `Verifier.ask` of the core."""
-        return self.recompute.ask(request, parked)
+        if not parked:
+            return self.recompute.ask(request)
+        if self._parked is not None:
+            return self._parked.ask(request)
+        refused: Future[list[Verification]] = Future()
+        refused.set_exception(CanaryError(NOT_REMEMBERED.format(why=self._not_parked)))
+        return refused
+
+    def close(self) -> None:
+        """Fails all asks for parked prefixes."""
+        if self._parked is not None:
+            self._parked.close()
 
     def follow(self, patches: Patches, on_stream: AbstractContextManager[object]) -> None:
         """Hooks the engine's search for prefixes, its forks, and its loop. ``on_stream``: a context on the stream of
         forwards, to be entered again and again."""
         cache = self._processor.cache
+        if self._parked is not None:
+            self._parked.follow(patches)
         if hasattr(cache, "search_prefix_match"):
             patches.follow(cache, "search_prefix_match", self._hit)
         if hasattr(cache, "prepare_fork_request"):
@@ -67,6 +101,9 @@ class Verifier:
                 if self._recompute is not None and self._canary.enabled:
                     with on_stream:
                         self._recompute.serve()
+                if self._parked is not None and self._canary.enabled and self._parked.due:
+                    with on_stream:
+                        self._parked.serve()
                 return original()
 
             return prepare_next_batch

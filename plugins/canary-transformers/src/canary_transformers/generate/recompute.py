@@ -122,7 +122,8 @@ class CacheRecomputer(Recomputer):
         ids = upload(request.tokens[span.first :], device)
         # Positions behind padding are others than those that a look at attention counts.
         with attention.observed(model, None if span.first else observer):
-            layers = second_forward.run(model, ids, chunk_tokens, jitter, span.position)
+            forwards = second_forward.parts(len(ids), chunk_tokens)
+            layers = second_forward.run(model, ids, forwards, jitter, span.position)
         slots = torch.arange(-span.first, len(ids), device=device).clamp(min=-1)
         return {
             group.name: Computed(tuple(s for n in group.layers for s in second_forward.sources(layers, n)), slots)

@@ -1,0 +1,252 @@
+"""`LedgerPrefixes`: KV of ended requests in continuous batching's prefix cache, remembered to be computed again."""
+
+import contextlib
+import functools
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from canary_adapters import (
+    LEAST_TOKENS,
+    UNKNOWN_PREFIX,
+    ParkedPrefix,
+    ParkedPrefixes,
+    error_text,
+    recompute_off,
+    upload,
+)
+from canary_core import CachedRequest, Canary, CanaryError, HookTarget, Patches, Verification
+from canary_transformers.continuous import compat
+from canary_transformers.continuous.recompute import ContinuousRecomputer, GaveWayError
+
+if TYPE_CHECKING:
+    from canary_core import Recompute
+
+ENDED = "the manager ended, or Canary was switched off"
+
+
+def unable(processor: Any, groups: Sequence[compat.KVGroup]) -> str | None:
+    """The reason against following prefixes of a `ContinuousBatchProcessor`'s ended requests; None for none."""
+    cache = processor.cache
+    if not hasattr(cache, "cache_allocators"):
+        return "this Transformers has no ledger of blocks to look them up in; install 5.18 or later"
+    if len(groups) != 1 or groups[0].window_tokens is not None:
+        return "the model has layers with a window, and such a cache keeps no prefixes"
+    if not cache.use_prefix_sharing:
+        return "the prefix cache is off (allow_block_sharing)"
+    if processor.distributed_helper.tp_size > 1:
+        return "ranks of tensor parallelism would have to recompute together"
+    hooked = [
+        (processor.scheduler, "finish_request", ("request_id",)),
+        (processor.scheduler, "clear_cancelled_requests", ()),
+        (next(iter(cache.cache_allocators.values())), "match_prefix_blocks", ("prompt_ids",)),
+    ]
+    targets = [(owner, HookTarget(f"{type(owner).__name__}.{name}", names)) for owner, name, names in hooked]
+    return next((problem for owner, target in targets if (problem := target.problem(owner))), None)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LedgerPrefix(ParkedPrefix):
+    """``hashes``: the engine's own, of each block of `content`, looked up anew each time in the tables of the
+    allocator's ledger, like a hit's: nothing there changes. A block may be another one than the request's, written by
+    another request with the same tokens."""
+
+    allocator: Any
+    hashes: Sequence[int] = field(repr=False)
+
+    def left(self) -> int:
+        """See `ParkedPrefix`."""
+        return len(self.blocks()[0]) * int(self.allocator.tokens_per_page)
+
+    def blocks(self) -> Sequence[Sequence[int]]:
+        """Of the one group, from the first on, as far as they are left."""
+        found = map(self.allocator.ledger.hash_to_block.get, self.hashes)
+        return [list(takewhile(lambda block: block is not None, found))]
+
+
+@dataclass(slots=True, eq=False)
+class _Ask:
+    """request: None for all prefixes. names: those to come; None before the first look."""
+
+    request: str | None
+    answer: "Future[list[Verification]]" = field(default_factory=Future)
+    names: deque[str] | None = None
+    got: list[Verification] = field(default_factory=list)
+
+    def fail(self, why: str) -> None:
+        if not self.answer.done() and self.answer.set_running_or_notify_cancel():
+            self.answer.set_exception(CanaryError(why))
+
+
+class LedgerPrefixes:
+    """Follows the prefixes left by requests in the cache of ``processor``, an able one (`unable`). Computes each
+    again on demand, or with nobody to serve, within the share of ``CANARY_RECOMPUTE``.
+
+    group: the only one. recomputer, recompute: of the engine; the latter is made on the first call.
+    """
+
+    def __init__(
+        self,
+        canary: Canary,
+        processor: Any,
+        group: compat.KVGroup,
+        recomputer: ContinuousRecomputer,
+        recompute: Callable[[], "Recompute"],
+    ) -> None:
+        self._canary, self._processor, self._group = canary, processor, group
+        (self._allocator,) = processor.cache.cache_allocators.values()
+        self._device = torch.device(processor.cache.device)
+        self._recomputer, self._recompute = recomputer, recompute
+        self.known = ParkedPrefixes.of_cache(self._allocator.num_blocks * group.block_slots)
+        self._share = canary.config.recompute.share
+        self._rest_until = 0.0
+        self._asked: deque[_Ask] = deque()
+        self._closed = False
+
+    def follow(self, patches: Patches) -> None:
+        """Hooks the ends of requests."""
+        patches.wrap(self._processor.scheduler, "finish_request", self._finishes)
+        patches.follow(self._processor.scheduler, "clear_cancelled_requests", self._cancelled)
+
+    def ask(self, request: str | None) -> "Future[list[Verification]]":
+        """Asks for one prefix, or (None) for all, and does not wait: for any thread."""
+        asked = _Ask(request)
+        self._asked.append(asked)
+        if self._closed:
+            self.close()
+        return asked.answer
+
+    @property
+    def due(self) -> bool:
+        """Whether `serve` has something to do."""
+        return bool(self._asked) or (self._share > 0 and time.perf_counter() >= self._rest_until and self._idle())
+
+    def serve(self) -> None:
+        """Computes one prefix again. On the engine's thread and stream, between forwards; never raises."""
+        asked = self._first()
+        try:
+            if asked is None:
+                self._prove()
+            else:
+                self._answer(asked)
+        except Exception as error:
+            why = f"the recompute failed: {error_text(error)}"
+            if asked is not None:
+                self._done(asked)
+                asked.fail(why)
+            else:
+                self._share = 0.0
+                self._canary.tell(recompute_off(why, "error"))
+
+    def close(self) -> None:
+        """Nothing is answered any more."""
+        self._closed = True
+        while self._asked:
+            self._asked.popleft().fail(ENDED)
+
+    def _first(self) -> _Ask | None:
+        """The first one with a caller who waits."""
+        for one in tuple(self._asked):
+            if not one.answer.done():
+                return one
+            self._done(one)
+        return None
+
+    def _done(self, asked: _Ask) -> None:
+        """Unless another thread has ended it."""
+        with contextlib.suppress(ValueError):
+            self._asked.remove(asked)
+
+    def _answer(self, asked: _Ask) -> None:
+        """A step further: others are served between two prefixes."""
+        if asked.names is None:
+            names = self.known.names() if asked.request is None else [asked.request]
+            asked.names = deque(name for name in names if asked.request is not None or not self._runs(name))
+        if asked.names:
+            asked.got.append(self._verify(asked.names.popleft()))
+        if not asked.names:
+            self._done(asked)
+            if not asked.answer.done() and asked.answer.set_running_or_notify_cancel():
+                asked.answer.set_result(asked.got)
+
+    def _prove(self) -> None:
+        """The least recently proven prefix of which enough is left."""
+        if not (self._share and self._idle()):
+            return
+        began = time.perf_counter()
+        able = (one for one in self.known.by_proof() if not self._runs(one.name) and one.left() >= LEAST_TOKENS)
+        prefix = next(able, None)
+        if prefix is not None:
+            self._recomputer.stops = lambda: not self._idle()
+            try:
+                self._verify(prefix.name)
+            except GaveWayError:
+                self._canary.count("recompute_gave_way")
+            finally:
+                self._recomputer.stops = None
+            self._canary.count("recompute_ms", round(1000 * (time.perf_counter() - began)))
+        now = time.perf_counter()
+        self._rest_until = now + (now - began) * (1 / self._share - 1)
+
+    def _verify(self, name: str) -> Verification:
+        prefix = None if self._runs(name) else self.known.get(name)
+        if not isinstance(prefix, LedgerPrefix):
+            return replace(self._recompute().judge.unjudged(name, UNKNOWN_PREFIX), parked=True)
+        self.known.proven(prefix)
+        return self._recompute().judged(self._cached(prefix))
+
+    def _cached(self, prefix: LedgerPrefix) -> CachedRequest:
+        """The blocks left now."""
+        (blocks,) = prefix.blocks()
+        size = self._group.block_slots
+        slots = upload([block * size + place for block in blocks for place in range(size)], self._device)
+        tokens = list(prefix.content[: len(slots)])
+        return CachedRequest(prefix.name, tokens, {self._group.name: slots}, prefix.touches, len(prefix.content))
+
+    def _idle(self) -> bool:
+        """Whether nobody is to be served, as far as the engine or its queue of new requests knows."""
+        queue = self._processor.input_queue
+        return not self._processor.scheduler.has_pending_requests() and (queue is None or queue.empty())
+
+    def _runs(self, name: str) -> bool:
+        """Whether the request runs, or will after a preemption."""
+        scheduler = self._processor.scheduler
+        return name in scheduler.active_requests or name in scheduler.waiting_requests
+
+    def _finishes(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def finish_request(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            with self._canary.guard("canary_transformers: parked"):
+                state = self._processor.scheduler.active_requests.get(request_id)
+                if state is not None:
+                    self._ended(state, self._allocator.block_table.get(request_id, ()))
+            return original(request_id, *args, **kwargs)
+
+        return finish_request
+
+    def _cancelled(self, states: Sequence[Any]) -> None:
+        """Their block tables are gone already."""
+        for state in states:
+            tokens = [*state.initial_tokens, *state.generated_tokens]
+            self._ended(state, self._allocator.match_prefix_blocks(tokens))
+
+    def _ended(self, state: Any, blocks: Sequence[int]) -> None:
+        hashed = map(self._allocator.ledger.block_to_hash.get, blocks)
+        hashes = array("Q", takewhile(lambda known: known is not None, hashed))
+        count = len(hashes) * self._group.block_slots
+        content = array("i", [*state.initial_tokens, *state.generated_tokens][:count])
+        touches = self._recomputer.touches(state)
+        self.known.add(
+            LedgerPrefix(
+                name=state.request_id, content=content, touches=touches, allocator=self._allocator, hashes=hashes
+            )
+        )  # fmt: skip
+        for name, number in self.known.counted().items():
+            self._canary.count(name, number)
