@@ -12,6 +12,7 @@ from vllm_on_cpu.engine import SmallEngine
 
 from canary_adapters import ATTENTION_TYPES, attention_watch
 from canary_core import Kind
+from canary_core.testing import Findings
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("process 0")]
 QUIET = dict(read_check=0, scrub_budget="0", bytes="off")
@@ -55,6 +56,20 @@ def every_layer(small: SmallEngine, name: str) -> list[Any]:
     answers = [verified.verify(small, name)[0] for _ in layers(small)]
     verified.finish(small)
     return answers
+
+
+def answers_after(
+    small: SmallEngine, fault: Callable[..., None], patch: pytest.MonkeyPatch
+) -> tuple[list[Any], Findings]:
+    """The answers of each layer after ``fault``, and all that is told; before, no layer differs."""
+    with guarded.guard(small, **QUIET) as guard:
+        before = every_layer(small, "before")
+        assert sorted(answer.attention.layer for answer in before) == list(range(LAYERS))
+        assert [answer.table() for answer in before if answer.attention.differs] == []
+        fault(small, patch)
+        after = every_layer(small, "asked")
+        guard.canary.drain()
+    return after, guard.findings
 
 
 def scale(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
@@ -103,15 +118,9 @@ def test_attention_that_is_wrong_on_every_path_is_found(fault, kind, more, wrong
     """Within as many verifications as there are layers, each broken layer and no other, with the deviation by its name;
     and nothing before."""
     small = engines(kind, layers=LAYERS, **more)
-    with guarded.guard(small, **QUIET) as guard:
-        before = every_layer(small, "before")
-        assert sorted(answer.attention.layer for answer in before) == list(range(LAYERS))
-        assert [answer.table() for answer in before if answer.attention.differs] == []
-        fault(small, monkeypatch)
-        after = every_layer(small, "asked")
-        guard.canary.drain()
+    after, findings = answers_after(small, fault, monkeypatch)
     assert {answer.attention.layer for answer in after if answer.attention.differs} == wrong
-    found = [v for v in guard.findings.violations if v.kind is Kind.ATTENTION]
+    found = [v for v in findings.violations if v.kind is Kind.ATTENTION]
     assert (found[0].rule, found[0].layer, found[0].request) == (fault.__name__, min(wrong), "asked")
     assert found[0].position == 0 if fault is values else found[0].position < 90
     if fault is window:
@@ -120,7 +129,7 @@ def test_attention_that_is_wrong_on_every_path_is_found(fault, kind, more, wrong
         assert "of the keys, and the head's own is" in found[0].detail
     differing = [answer for answer in after if answer.attention.differs]
     assert {(answer.verdict, answer.attention.deviation) for answer in differing} == {("differs", fault.__name__)}
-    assert [event.fields["diagnosis"] for event in guard.findings.told("diagnosis")][:1] == ["wrong_attention"]
+    assert [event.fields["diagnosis"] for event in findings.told("diagnosis")][:1] == ["wrong_attention"]
 
 
 @pytest.mark.parametrize(
@@ -192,16 +201,10 @@ def test_a_wrong_scale_of_fp8_is_found_and_its_layer_named(more, fault, rule, en
     for number, layer in enumerate(layers(small)):
         monkeypatch.setattr(layer, "_k_scale_float", 0.3 + 0.1 * number)
         monkeypatch.setattr(layer, "_v_scale_float", 0.7 - 0.1 * number)
-    with guarded.guard(small, **QUIET) as guard:
-        before = every_layer(small, "before")
-        assert sorted(answer.attention.layer for answer in before) == list(range(LAYERS))
-        assert [answer.table() for answer in before if answer.attention.differs] == []
-        fault(small, monkeypatch)
-        after = every_layer(small, "asked")
-        guard.canary.drain()
+    after, findings = answers_after(small, fault, monkeypatch)
     differing = [answer.attention for answer in after if answer.attention.differs]
     assert [(one.layer, one.deviation) for one in differing] == [(1, rule)]
-    found = [v for v in guard.findings.violations if v.kind is Kind.ATTENTION]
+    found = [v for v in findings.violations if v.kind is Kind.ATTENTION]
     assert [(v.rule, v.layer, v.request) for v in found] == [(rule, 1, "asked")]
 
 

@@ -100,7 +100,7 @@ class Step:
         """How often `end` was called."""
         self._listeners = Listeners(switch)
         self._reads_at = ReadTimes(config, workspace.device)
-        self.reader = Reader(workspace, findings, self._recorder, slots.audit)
+        self.reader = Reader(workspace, switch, findings, self._recorder, slots.audit)
         """Reads the device's counters and findings."""
 
     @property

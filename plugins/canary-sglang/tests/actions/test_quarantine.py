@@ -1,7 +1,8 @@
 """``CANARY_ON_VIOLATION``: what is corrupted is not served, on real SGLang; several ranks decide alike."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -208,25 +209,33 @@ def suspect(slot: int, rank: int) -> Suspect:
     return Suspect("full", slot, True, 1, "bytes", (f"r{rank}",))
 
 
-def talk(rank: int, address: str, answers: "torch.multiprocessing.Queue") -> None:
-    """One of two ranks: what they know of each other."""
+@contextmanager
+def told_by(rank: int, address: str, answers: "torch.multiprocessing.Queue") -> Iterator[list[Any]]:
+    """One of two processes: what it puts in the list is its answer."""
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    ranks = Ranks(torch.distributed.group.WORLD)
-    told = [ranks.alike("same"), ranks.alike(rank), ranks.anybody_had()]
-    for has in (False, rank == 1):
-        ranks.ask(has)
-        # The engine's own talk goes on meanwhile.
-        torch.distributed.all_reduce(torch.zeros(1))
-        told.append(ranks.anybody_had())
-    told.append(ranks.union([suspect(7, rank)] if rank else []))
-    told.append(ranks.end_round(list))
-    for has in (False, rank == 1):
-        ranks.begin_round(has, list)
-        told.append(ranks.end_round(lambda: [(suspect(3, rank), True), (suspect(7, 1), False)]))
-    told.append(ranks.end_round(list))
+    told: list[Any] = []
+    yield told
     answers.put((rank, told))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def talk(rank: int, address: str, answers: "torch.multiprocessing.Queue") -> None:
+    """One of two ranks: what they know of each other."""
+    with told_by(rank, address, answers) as told:
+        ranks = Ranks(torch.distributed.group.WORLD)
+        told += [ranks.alike("same"), ranks.alike(rank), ranks.anybody_had()]
+        for has in (False, rank == 1):
+            ranks.ask(has)
+            # The engine's own talk goes on meanwhile.
+            torch.distributed.all_reduce(torch.zeros(1))
+            told.append(ranks.anybody_had())
+        told.append(ranks.union([suspect(7, rank)] if rank else []))
+        told.append(ranks.end_round(list))
+        for has in (False, rank == 1):
+            ranks.begin_round(has, list)
+            told.append(ranks.end_round(lambda: [(suspect(3, rank), True), (suspect(7, 1), False)]))
+        told.append(ranks.end_round(list))
 
 
 @pytest.mark.without_engine
@@ -246,18 +255,15 @@ def test_all_ranks_decide_alike(tmp_path):
 
 def talk_in_turns(rank: int, address: str, answers: "torch.multiprocessing.Queue") -> None:
     """One of two stages of a pipeline: the first begins a round before the one before has ended."""
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    stages, told = Stages(torch.distributed.group.WORLD, default_store()), []
-    for number in range(4):
-        stages.begin_round(number in (rank, 3), partial(list, [suspect(number, rank), suspect(9, 5)]))
-        if number or rank:
+    with told_by(rank, address, answers) as told:
+        stages = Stages(torch.distributed.group.WORLD, default_store())
+        for number in range(4):
+            stages.begin_round(number in (rank, 3), partial(list, [suspect(number, rank), suspect(9, 5)]))
+            if number or rank:
+                told.append(stages.end_round(list))
+        if not rank:
             told.append(stages.end_round(list))
-    if not rank:
         told.append(stages.end_round(list))
-    told.append(stages.end_round(list))
-    answers.put((rank, told))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.without_engine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from canary_transformers.conformance import continuous
-from tiny.verified import HIT, Verified, tokens, weights_change
+from tiny.verified import HIT, Verified, several, tokens, weights_change
 
 from canary_core import CanaryError, Kind, Verification
 from canary_core.watchers.recompute import recompute
@@ -25,6 +25,11 @@ POOL = 1024
 
 class Parked(Verified):
     """Its clients may ask for what ended requests left."""
+
+    def close(self) -> None:
+        """See `Verified`."""
+        self.guard.close()
+        super().close()
 
     @property
     def verifier(self) -> Any:
@@ -63,18 +68,7 @@ def engine(guard: Callable[..., Any], tmp_path, monkeypatch) -> Iterator[Callabl
     tmp_path.chmod(0o700)
     monkeypatch.setenv("CANARY_CONTROL_DIR", str(tmp_path))
     monkeypatch.setattr(continuous, "POOL_TOKENS", POOL)
-    made: list[tuple[Parked, dict[str, torch.Tensor]]] = []
-
-    def make(*args: Any, **kwargs: Any) -> Parked:
-        parked = Parked(guard, *args, **{"control": "write", **kwargs})
-        made.append((parked, {name: w.clone() for name, w in parked.model.state_dict().items()}))
-        return parked
-
-    yield make
-    for parked, weights in made:
-        parked.model.load_state_dict(weights)
-        parked.guard.close()
-        parked.engine.close()
+    yield from several(lambda *args, **kwargs: Parked(guard, *args, **{"control": "write", **kwargs}))
 
 
 def verdicts(answers: list[Verification]) -> list[tuple[str, str, int]]:

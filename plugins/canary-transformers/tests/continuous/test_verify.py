@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tiny.verified import (
     noisy_head,
     one_short,
     rope_after_a_hit,
+    several,
     skipped_layer,
     tokens,
     weights_change,
@@ -35,17 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def engine(guard: Callable[..., Any]) -> Iterator[Callable[..., Verified]]:
     """Makes one, and restores the model's weights after the test."""
-    made: list[tuple[Verified, dict[str, torch.Tensor]]] = []
-
-    def make(*args: Any, **kwargs: Any) -> Verified:
-        verified = Verified(guard, *args, **kwargs)
-        made.append((verified, {name: w.clone() for name, w in verified.model.state_dict().items()}))
-        return verified
-
-    yield make
-    for verified, weights in made:
-        verified.model.load_state_dict(weights)
-        verified.engine.close()
+    yield from several(partial(Verified, guard))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import copy
 import random
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 from unittest import mock
 
 import pytest
@@ -21,6 +22,9 @@ HIT = 32
 def tokens(random_: random.Random, count: int = PROMPT) -> list[int]:
     """A prompt that nobody else has."""
     return [random_.randrange(3, 120) for _ in range(count)]
+
+
+Made = TypeVar("Made", bound="Verified")
 
 
 class Verified:
@@ -54,6 +58,10 @@ class Verified:
     def acts(self) -> bool:
         """Whether the engine computes a forward of its own now, and is broken."""
         return self.broken and self._in_step
+
+    def close(self) -> None:
+        """The engine ends."""
+        self.engine.close()
 
     def step(self, count: int = 1) -> None:
         """So many steps, fewer if there is nothing to do."""
@@ -106,6 +114,21 @@ class Verified:
         """The verification of a request."""
         (answer,) = self.recompute.now(request)
         return answer
+
+
+def several(make: Callable[..., Made]) -> Iterator[Callable[..., Made]]:
+    """For a fixture: gives ``make``. In the end models have the weights that they were made with, and engines end."""
+    made: list[tuple[Made, dict[str, torch.Tensor]]] = []
+
+    def one(*args: Any, **kwargs: Any) -> Made:
+        verified = make(*args, **kwargs)
+        made.append((verified, {name: w.clone() for name, w in verified.model.state_dict().items()}))
+        return verified
+
+    yield one
+    for verified, weights in made:
+        verified.model.load_state_dict(weights)
+        verified.close()
 
 
 def weights_change(verified: Verified, patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from canary_core.guard.recorder import Recorder
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
-from canary_core.runtime.workspace import Workspace
+from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.watchers.audit.running import RunningAudit
 
 if TYPE_CHECKING:
@@ -30,8 +30,11 @@ class Reader:
     sets how far the scrub goes, asks for a probe of the alarm, and has the audit and the watch looked at.
     `ReadTimes` says when."""
 
-    def __init__(self, workspace: Workspace, findings: Reporter, recorder: Recorder, audit: RunningAudit) -> None:
+    def __init__(
+        self, workspace: Workspace, switch: Switch, findings: Reporter, recorder: Recorder, audit: RunningAudit
+    ) -> None:
         self._workspace = workspace
+        self._switch = switch
         self._findings = findings
         self._recorder = recorder
         self._scrub = recorder.scrub
@@ -75,12 +78,16 @@ class Reader:
         """The engine has waited for the tokens of a forward, or for later work of its stream, and gives them out next:
         hands what was found up to then to the plugins. Waits only where something was found. From any thread. Does
         nothing unless ``CANARY_ON_VIOLATION=protect``, nor on a CPU, where `read` has done so."""
-        number = None if self._in_time is None else self._in_time.due()
-        if number is None or self._in_time is None:
+        in_time = self._in_time
+        if in_time is None:
             return
-        with self._lock:
-            self._findings.open(self._findings.read_back.collect_beside(number), self._forwards)
-            self._in_time.handed()
+        with self._switch.guard("step.reader.judge"):
+            number = in_time.due()
+            if number is None:
+                return
+            with self._lock:
+                self._findings.open(self._findings.read_back.collect_beside(number), self._forwards)
+                in_time.handed()
 
     def _read(self, forwards: int) -> None:
         side, captured, now = self._workspace.side, self._recorder.captured, time.monotonic()

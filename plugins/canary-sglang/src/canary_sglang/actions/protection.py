@@ -155,8 +155,7 @@ class Protection(Quarantine):
         """Waits for the tokens of ``result``, as the scheduler does next, and so for what was found before them."""
         schedulers.await_tokens(scheduler, result)
         for canary in self._canaries():
-            with canary.guard("judge"):
-                canary.step.reader.judge()
+            canary.step.reader.judge()
         self._ask()
 
     def _refusal(self, scheduler: Any) -> str | None:

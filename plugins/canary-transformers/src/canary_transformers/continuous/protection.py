@@ -81,8 +81,7 @@ class Protection:
         @functools.wraps(original)
         def prepare_batch_update(*args: Any, **kwargs: Any) -> Any:
             scheduled, tokens, logprobs = original(*args, **kwargs)
-            with self._canary.guard("judge"):
-                self._canary.step.reader.judge()
+            self._canary.step.reader.judge()
             taken = self.act()
             return _without(taken, scheduled, tokens, logprobs) if taken else (scheduled, tokens, logprobs)
 
