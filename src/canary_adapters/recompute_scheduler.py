@@ -23,6 +23,9 @@ PAIRS = "canary_recompute"
 COUNTED = "canary_counted"
 """Attribute of the scheduler's output with counts for `Canary.stats`, by name."""
 
+UNREMEMBERED = "that takes CANARY_CONTROL=write or CANARY_RECOMPUTE when the engine starts"
+"""Why no parked prefix is known: each costs the host time when its request ends."""
+
 POLL_S = 1.0
 """Time between two looks of an idle engine at workers of other processes."""
 
@@ -59,7 +62,7 @@ class SchedulerRequests(InternalRequests):
 
     Wraps ``schedule`` and ``update_from_output`` of ``scheduler``, and ``cache_blocks`` of the manager: from the start
     with a ``share``, else once somebody asks. Outputs and blocks of internal requests reach neither clients nor the
-    prefix cache. Wraps ``free`` of the manager, to remember parked prefixes.
+    prefix cache. Wraps ``free`` of the manager, to remember parked prefixes, if ``remembers``.
 
     ``make``: makes a request of a name, with the first tokens of another request. ``why_not``: why a request can't be
     computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
@@ -72,6 +75,7 @@ class SchedulerRequests(InternalRequests):
         why_not: Callable[[Any], str | None],
         abort: Callable[[str], None],
         share: RecomputeShare,
+        remembers: bool,
     ) -> None:
         self._scheduler = scheduler
         self._make, self._why_not, self._abort = make, why_not, abort
@@ -85,7 +89,9 @@ class SchedulerRequests(InternalRequests):
         groups = self._manager.kv_cache_config.kv_cache_groups
         self._block_sizes = [int(group.kv_cache_spec.block_size) for group in groups]
         pool = self._manager.block_pool
-        if pool.enable_caching:
+        if not remembers:
+            self.parked = UNREMEMBERED
+        elif pool.enable_caching:
             self.parked = ParkedPrefixes.of_cache(int(pool.num_gpu_blocks) * max(self._block_sizes))
             self._parks.wrap(self._manager, "free", self._frees)
         else:

@@ -16,9 +16,12 @@ workload, 5 s of the second. Results go to ``--out``, a JSON object a line; the 
 """
 
 import argparse
+import cProfile
+import io
 import itertools
 import json
 import os
+import pstats
 import random
 import statistics
 import sys
@@ -58,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=10, help="turns through the arms")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget-s", type=int, default=500, help="no further turn begins after so many seconds")
-    parser.add_argument("--profile", action="store_true", help="also where the GPU's time of one decode goes")
+    parser.add_argument("--profile", action="store_true", help="also where the time of one decode and of hits goes")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "overhead.jsonl")
     return parser.parse_args()
 
@@ -180,16 +183,34 @@ class Served:
             result["steps_s"] = 1 / statistics.median(steps)
         return result
 
+    def host(self, workload: tuple[int, ...], arm: str) -> str:
+        """The host's time of `HITS` hits: functions of Canary, and those that it calls, by their own time."""
+        self.turn(arm)
+        self.generate_s(workload, 1, 999)
+        recorder = cProfile.Profile()
+        recorder.enable()
+        for _ in range(HITS):
+            self.generate_s(workload, 1, 999)
+        recorder.disable()
+        text = io.StringIO()
+        stats = pstats.Stats(recorder, stream=text)
+        stats.sort_stats("tottime").print_stats(16)
+        stats.sort_stats("cumulative").print_stats("canary_", 24)
+        return "\n".join(line for line in text.getvalue().splitlines() if line.strip())
+
     def profile(self, workload: tuple[int, ...], arm: str) -> str:
-        """The GPU's time of a decode of 32 tokens: how long kernels of Canary and others ran, how long none did."""
+        """The GPU's time of a decode of 32 tokens, or of a hit: how long kernels of Canary and others ran, how long
+        none did."""
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as record
 
         self.turn(arm)
-        self.generate_s(workload, 1, 999)
+        new = min(workload[2], 32)
+        for _ in range(2):
+            self.generate_s(workload, 1, 999)
         with record(activities=[ProfilerActivity.CUDA]) as profiler:
-            self.generate_s(workload, 32, 999)
+            self.generate_s(workload, new, 999)
         spans = sorted(
             (e.time_range.start, e.time_range.end, e.name)
             for e in profiler.events()
@@ -203,7 +224,7 @@ class Served:
             spent.setdefault(name, []).append(last - first)
         lines = [f"{arm}: {(end - spans[0][0]) / 1000:.2f} ms, of which {idle / 1000:.2f} ms nothing ran"]
         for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
-            if len(times) >= 4:
+            if len(times) >= 4 or "_kernel" in name:
                 lines.append(
                     f"  {sum(times) / 1000:9.3f} ms {len(times):6d} x {statistics.median(times):8.1f} us {name[:90]}"
                 )
@@ -253,7 +274,10 @@ def main() -> None:
         args.out.write_text("".join(json.dumps(r) + "\n" for r in results))
     if args.profile:
         for arm in arms:
-            print(served.profile(WORKLOADS["batch"], arm), flush=True)
+            for name, workload in chosen.items():
+                print(name, served.profile(workload, arm), flush=True)
+                if name.startswith("hit"):
+                    print(name, arm, served.host(workload, arm), flush=True)
     stats = {k: v for k, v in served.session.canary.stats().items() if v}
     args.out.write_text("".join(json.dumps(r) + "\n" for r in [*results, {"stats": stats}]))
     print(stats, flush=True)

@@ -133,7 +133,7 @@ def test_a_prompt_of_embeddings_alone_has_numbers_for_tokens():
 
 def test_what_a_request_of_embeddings_left_is_not_computed_again(small):
     """Left out of what is remembered of ended requests, with the reason, which is the answer, too."""
-    with guarded.guard(small) as guard:
+    with guarded.guard(small, control="write") as guard:
         for name in ("one", "other"):
             submit(small, name, rows(small, 2))
             serve(small)

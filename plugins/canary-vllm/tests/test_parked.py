@@ -11,8 +11,8 @@ from vllm_on_cpu.engine import BLOCK
 from canary_core import Kind
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
-QUIET = dict(read_check=0, scrub_budget="0", bytes="off")
-"""All checks of bytes are off."""
+QUIET = dict(read_check=0, scrub_budget="0", bytes="off", control="write")
+"""All checks of bytes are off. What ended requests leave is remembered only where somebody may ask for it."""
 WEIGHT = "model.layers.0.post_attention_layernorm.weight"
 
 
@@ -50,6 +50,16 @@ def test_weights_that_changed_under_a_kept_cache_are_told_without_a_hit(small):
         assert answers[0].table().startswith("prefix of before: differs, 96 tokens")
 
 
+def test_nothing_is_remembered_where_nobody_can_ask(small):
+    """By default: each block of a request that ends would cost the host time. A verification says so."""
+    with guarded.guard(small, **{**QUIET, "control": "read"}):
+        blocks = parked.serve(small, "ended", verified.prompt("ended", 100))
+        assert small.pool.blocks[blocks[0]].block_hash is not None
+        (answer,) = parked.verify(small, "ended")
+        assert answer.verdict == "unjudged"
+        assert "takes CANARY_CONTROL=write or CANARY_RECOMPUTE when the engine starts" in answer.reason
+
+
 def test_parked_kv_that_changed_is_told_where_it_did(small):
     """With fingerprints that fit the wrong bytes, or none: only a second computation can tell."""
     with guarded.guard(small, **QUIET) as guard:
@@ -64,7 +74,7 @@ def test_parked_kv_that_changed_is_told_where_it_did(small):
 
 def test_bytes_of_a_parked_prefix_are_compared_with_their_fingerprints(small):
     """Before they are computed again, as those of running requests are."""
-    with guarded.guard(small, read_check=0, scrub_budget="0") as guard:
+    with guarded.guard(small, read_check=0, scrub_budget="0", control="write") as guard:
         blocks = parked.serve(small, "flipped", verified.prompt("flipped", 100))
         parked.scale(small, 2, blocks[:1], 1.5)
         parked.verify(small, "flipped")

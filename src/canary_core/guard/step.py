@@ -368,7 +368,8 @@ class Step:
                 self.reader.read(forward.number)
                 self._findings.settle(at_last=True)
                 return
-            self.reader.end(forward.number, due=self._reads_at.due(self.ends, self.scrub.pace.step()))
+            due = self._reads_at.due(self.ends, self.scrub.pace.step(), self.reader.judged)
+            self.reader.end(forward.number, due)
             interval = self._workspace.config.stats_interval
             if interval and self.ends % interval == 0:
                 self._canary.tell_stats()

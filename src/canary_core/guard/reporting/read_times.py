@@ -23,9 +23,10 @@ class ReadTimes:
         self._seconds = 0.0 if self._forwards == 1 else READ_S
         self._last = self._last_idle = 0.0
 
-    def due(self, ends: int, now: float) -> bool:
-        """Whether to read at the end of a step, the ``ends``-th, at time ``now``."""
-        if ends % self._forwards or now - self._last < self._seconds:
+    def due(self, ends: int, now: float, judged: bool = False) -> bool:
+        """Whether to read at the end of a step, the ``ends``-th, at time ``now``. ``judged``: the engine asks for the
+        verdict on each forward (`Reader.judge`), and a read brings none earlier."""
+        if ends % self._forwards or now - self._last < (READ_S if judged else self._seconds):
             return False
         self._last = now
         return True

@@ -58,6 +58,11 @@ class Reader:
         # An engine may ask for verdicts in a thread of its own.
         self._lock = RLock()
 
+    @property
+    def judged(self) -> bool:
+        """Whether the engine calls `judge` for each forward. Not so on a CPU, where `read` has it all."""
+        return self._in_time is not None and self._findings.in_time
+
     def end(self, forwards: int, due: bool) -> None:
         """At the end of a step, on the stream of the forwards; never captured, never waits. ``forwards``: how many
         began on the host so far. ``due``: whether to `read`."""

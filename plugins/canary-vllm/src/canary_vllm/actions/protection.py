@@ -177,7 +177,8 @@ def _cached(chain: HashChain, _: Any, request: Any, blocks: Any, *args: Any, **k
     """After `cache_full_blocks`: the blocks of ``request`` that are in the prefix cache now."""
     first = kwargs["num_cached_blocks"] if "num_cached_blocks" in kwargs else args[0]
     end = kwargs["num_full_blocks"] if "num_full_blocks" in kwargs else args[1]
-    chain.note([block.block_hash for block in blocks[:end]], first)
+    # Of what was cached before, the chain asks for the last one.
+    chain.note([block.block_hash for block in blocks[max(first - 1, 0) : end]], min(first, 1))
 
 
 def _held(scheduler: Any, request: Any) -> set[int]:

@@ -14,8 +14,9 @@ def follow(scheduler: Any, config: CanaryConfig) -> SchedulerRequests:
     from vllm.v1.request import RequestStatus
 
     abort = partial(scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
-    requests = SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, config.recompute)
-    requests.polls = config.control == "write"
+    share, polls = config.recompute, config.control == "write"
+    requests = SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, share, bool(share) or polls)
+    requests.polls = polls
     return requests
 
 

@@ -152,11 +152,14 @@ class BlockRecorder:
             every = list(blocks)  # It may be an iterator.
             result = original(every, *args, **kwargs)
             with self._guard("after free_blocks"):
-                own = {block.block_id: block for block in every if getattr(block, "pool", None) in (None, pool)}
-                times = Counter([block.block_id for block in every])
-                gone = [b for n, b in own.items() if b.ref_cnt <= 0 for _ in range(min(times[n], 1 - b.ref_cnt))]
-                self._note("park", [b for b in gone if caching and b.block_hash is not None])
-                self._note("free", [b for b in gone if not caching or b.block_hash is None])
+                left = (b for b in every if b.ref_cnt <= 0 and getattr(b, "pool", None) in (None, pool))
+                gone = list({block.block_id: block for block in left}.values())
+                if any(block.ref_cnt < 0 for block in gone):
+                    times = Counter([block.block_id for block in every])
+                    gone = [b for b in gone for _ in range(min(times[b.block_id], 1 - b.ref_cnt))]
+                self._note("park", parked := [b for b in gone if caching and b.block_hash is not None])
+                if len(parked) < len(gone):
+                    self._note("free", [b for b in gone if not caching or b.block_hash is None])
             return result
 
         return release
