@@ -2,6 +2,10 @@
 
     python3 parked_flips.py 200                  # report, protect; each with the scheduler in step, and ahead
     python3 parked_flips.py 1000 protect clean   # nothing flips
+    python3 parked_flips.py 50000 protect clean x32
+
+With x32, 32 requests at a time for prompts of many lengths, more than the cache has room for; only ends are counted,
+since an answer depends on its batch by rounding.
 
 Before each request one random bit of a random layer flips in a random block that the request will hit, found by vLLM's
 own lookup, in vLLM's own tensors. Tokens are counted as they are given out: ``leaked`` are requests that ended with an
@@ -15,6 +19,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,13 +40,19 @@ BITS = (23, 28, 29, 30)
 class Engine:
     """vLLM in this process, with random weights with which layers matter."""
 
-    def __init__(self, ahead: bool) -> None:
+    def __init__(self, ahead: bool, together: int) -> None:
         from soak import gpu_models, on_vllm
         from soak.setups import GRAPHS, ON_GPU
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         options = {**ON_GPU, **GRAPHS, "enable_prefix_caching": True, "async_scheduling": ahead}
+        if together > 1:
+            options |= {
+                "max_num_seqs": together,
+                "num_gpu_blocks_override": 20 * together,
+                "max_num_batched_tokens": 4096,
+            }
         self._engine = LLM(model=gpu_models.folder("llama", Path(tempfile.mkdtemp())), **options).llm_engine
         core = self._engine.engine_core.engine_core
         self.scheduler, self.runner = core.scheduler, core.model_executor.driver_worker.worker.model_runner
@@ -62,6 +73,16 @@ class Engine:
                 ended = one.outputs[0].finish_reason or ended
         return given, ended, flipped
 
+    def serve_many(self, turn: int, prompts: list[list[int]]) -> Counter[str]:
+        """All at once: how the requests ended."""
+        for number, prompt in enumerate(prompts):
+            self._engine.add_request(f"q{turn} {number}", {"prompt_token_ids": prompt}, self._params)
+        ended = Counter[str]()
+        while self._engine.has_unfinished_requests():
+            reasons = [one.outputs[0].finish_reason for one in self._engine.step()]
+            ended.update(reason for reason in reasons if reason is not None)
+        return ended
+
     def _flip(self, draw: random.Random) -> bool:
         import torch
 
@@ -79,11 +100,38 @@ class Engine:
         return True
 
 
-def child(count: int, ahead: bool, clean: bool) -> None:
-    """One engine."""
+def crowd(engine: Engine, count: int, together: int) -> Counter[str]:
+    """``count`` clean requests, ``together`` at a time, each with the beginning of a shared text."""
+    draw, served = random.Random("crowd"), Counter[str]()
+    texts = [[draw.randrange(10, 4000) for _ in range(400)] for _ in range(64)]
+    for turn in range(count // together):
+        prompts = []
+        for _ in range(together):
+            own = [draw.randrange(10, 4000) for _ in range(draw.randrange(1, 40))]
+            prompts.append(draw.choice(texts)[: 16 * draw.randrange(26)] + own)
+        served += engine.serve_many(turn, prompts)
+    return served
+
+
+def ends(engine: Engine, row: dict[str, int]) -> None:
+    """Prints the row of a process, and ends it."""
     from canary_vllm.hooks import HOOKS
 
-    engine, draw, served = Engine(ahead), random.Random("parked"), Counter[str]()
+    (session,) = HOOKS.sessions
+    session.canary.drain()
+    stats = session.canary.stats()
+    names = ("forwards", "hit_blocks", "violations")
+    print("ROW", json.dumps({**row, **{name: stats.get(name, 0) for name in names}}), flush=True)
+    os._exit(0)
+
+
+def child(count: int, ahead: bool, clean: bool, together: int) -> None:
+    """One engine."""
+    engine, draw, served = Engine(ahead, together), random.Random("parked"), Counter[str]()
+    if together > 1:
+        began = time.monotonic()
+        ended = crowd(engine, count, together)
+        ends(engine, {"asked": count, **ended, "per_s": round(ended.total() / (time.monotonic() - began))})
     prompts = [[draw.randrange(10, 4000) for _ in range(LENGTH)] for _ in range(6)]
     for i, prompt in enumerate(prompts):
         engine.serve(f"first {i}", prompt)
@@ -97,18 +145,14 @@ def child(count: int, ahead: bool, clean: bool) -> None:
             served["leaked"] += given != right[number][: len(given)]
         else:
             served["right" if given == right[number] else "wrong"] += 1
-    (session,) = HOOKS.sessions
-    session.canary.drain()
-    stats = session.canary.stats()
     row = {name: served[name] for name in ("flipped", "right", "wrong", "error", "leaked")}
-    print("ROW", json.dumps({"asked": count, **row, "hit_blocks": stats.get("hit_blocks", 0)}), flush=True)
-    os._exit(0)
+    ends(engine, {"asked": count, **row})
 
 
-def run(count: int, mode: str, ahead: bool, clean: bool) -> str:
+def run(count: int, mode: str, ahead: bool, more: list[str]) -> str:
     """A process of this file: its row, and how often requests were computed again."""
     environment = {**os.environ, **ENVIRONMENT, "CANARY_ON_VIOLATION": mode}
-    command = [sys.executable, __file__, str(count), *["clean"] * clean, "--child", *["--ahead"] * ahead]
+    command = [sys.executable, __file__, str(count), *more, "--child", *["--ahead"] * ahead]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400 + count, check=False)
     rows = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line.startswith("ROW ")]
     told = {name: done.stderr.count(f'"event": "{name}"') for name in ("recomputed", "aborted", "disabled")}
@@ -119,17 +163,17 @@ def main() -> None:
     """All engines that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int)
-    parser.add_argument("words", nargs="*", help="report, protect, clean")
+    parser.add_argument("words", nargs="*", help="report, protect, clean, x32")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ahead", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    clean = "clean" in args.words
+    more = [word for word in args.words if word == "clean" or word[1:].isdecimal()]
     if args.child:
-        child(args.count, args.ahead, clean)
-    modes = [word for word in args.words if word != "clean"] or ["report", "protect"]
+        child(args.count, args.ahead, "clean" in more, max(int(word[1:]) for word in ["x1", *more] if word != "clean"))
+    modes = [word for word in args.words if word not in more] or ["report", "protect"]
     ways = [(mode, ahead) for mode in modes for ahead in (False, True)]
     with ThreadPoolExecutor() as pool:
-        rows = pool.map(lambda way: run(args.count, *way, clean), ways)
+        rows = pool.map(lambda way: run(args.count, *way, more), ways)
         for (mode, ahead), row in zip(ways, rows, strict=True):
             print(mode, "ahead" if ahead else "in step", row, flush=True)
 
