@@ -62,7 +62,7 @@ class SchedulerRequests(InternalRequests):
 
     Wraps ``schedule`` and ``update_from_output`` of ``scheduler``, and ``cache_blocks`` of the manager: from the start
     with a ``share``, else once somebody asks. Outputs and blocks of internal requests reach neither clients nor the
-    prefix cache. Wraps ``free`` of the manager, to remember parked prefixes, if ``remembers``.
+    prefix cache.
 
     ``make``: makes a request of a name, with the first tokens of another request. ``why_not``: why a request can't be
     computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
@@ -75,7 +75,6 @@ class SchedulerRequests(InternalRequests):
         why_not: Callable[[Any], str | None],
         abort: Callable[[str], None],
         share: RecomputeShare,
-        remembers: bool,
     ) -> None:
         self._scheduler = scheduler
         self._make, self._why_not, self._abort = make, why_not, abort
@@ -88,16 +87,18 @@ class SchedulerRequests(InternalRequests):
         self._timer: threading.Timer | None = None
         groups = self._manager.kv_cache_config.kv_cache_groups
         self._block_sizes = [int(group.kv_cache_spec.block_size) for group in groups]
+        self.parked = UNREMEMBERED
+        if share:
+            self._wrap()
+
+    def remember(self) -> None:
+        """Wraps ``free`` of the manager, to remember what requests leave in the prefix cache."""
         pool = self._manager.block_pool
-        if not remembers:
-            self.parked = UNREMEMBERED
-        elif pool.enable_caching:
+        if pool.enable_caching:
             self.parked = ParkedPrefixes.of_cache(int(pool.num_gpu_blocks) * max(self._block_sizes))
             self._parks.wrap(self._manager, "free", self._frees)
         else:
             self.parked = "the engine has no prefix cache"
-        if share:
-            self._wrap()
 
     def close(self) -> None:
         """Restores the scheduler, without an internal request."""

@@ -28,6 +28,7 @@ class Event:
     | audit_skipped       | an audit was asked for and can't be made: why, and what to do                          |
     | pool_moved          | a region describes memory given up by the engine: its slots are not judged             |
     | starting            | a start takes long: what is being done, for how many sorts of batch, since how long     |
+    | compiled_late       | a kernel was compiled while the engine served: which one, seconds                      |
     | warmed_up           | kernels of forwards are compiled: number of sorts of batch, seconds                    |
     | stats               | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                 |
     | silence             | an engine runs unchecked: from its start for ``CANARY_SILENCE_S`` seconds, or from now |

@@ -16,6 +16,7 @@ from canary_core.ops.backends import torch_backend
 from canary_core.ops.kernels import (
     blocks,
     check,
+    compare_kv,
     fingerprint,
     fingerprint_record,
     launch,
@@ -26,12 +27,13 @@ from canary_core.ops.kernels import (
     scrub,
     verify,
 )
+from canary_core.ops.launches import LateCompiles
 
 KERNELS = (
     check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel,
     fingerprint_record.fingerprint_record_kernel, read_check.read_check_kernel, scrub.scrub_kernel,
     verify.verify_kernel, lifetime.lifetime_kernel, blocks.adopt_kernel, blocks.gather_blocks_kernel,
-    repair.repair_kernel, repair.prove_kernel,
+    repair.repair_kernel, repair.prove_kernel, compare_kv.compare_kv_kernel,
 )  # fmt: skip
 
 
@@ -40,7 +42,7 @@ class Padded(Guarded):
 
     def __init__(self, device: str = "cpu", backend: str = "triton", warms_up: bool = False) -> None:
         engine = ToyEngine(slots=512, device=device, window=8)
-        super().__init__(engine, warms_up=warms_up, read_check=-1, repair=True, backend=backend)
+        super().__init__(engine, warms_up=warms_up, read_check=-1, repair=True, recompute="1%", backend=backend)
 
     def padding(self, rows: int) -> Iterator[BatchView]:
         none = torch.zeros(rows, dtype=torch.int32, device=self.engine.device)
@@ -148,6 +150,39 @@ def test_after_a_warm_up_nothing_is_compiled_while_serving():
         g.canary.slots.free("full", slots)
     g.canary.drain()
     assert compiled() == before
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_is_compiled_while_serving_is_told():
+    """Rows of the engine's table that lie another distance apart than those of the warm-up."""
+    g = Padded("cuda")
+    g.canary.warm_up(g.padding, most_rows=16)
+    before = g.canary.stats().get("late_compiles", 0)
+    wider = torch.zeros(16, 65, dtype=torch.int32, device="cuda")
+    g.engine.table = wider[:, :64]
+    g.engine.submit("a", list(range(5, 25)))
+    g.step(3)
+    g.canary.drain()
+    assert "check_kernel" in {event.fields["kernel"] for event in g.findings.told("compiled_late")}
+    assert g.canary.stats()["late_compiles"] > before
+
+
+def test_launches_that_waited_for_a_compiler_are_told(monkeypatch):
+    """Once each, with the seconds; what compiles before the start is done, or takes no time, is nobody's business."""
+    late = LateCompiles()
+    for place in ("guard.start_up", "guard.reporting.reader", "guard.reading"):
+        monkeypatch.setattr(f"canary_core.{place}.LATE", late)
+    g = Padded()
+    late.note("check_kernel", 3.0)
+    g.canary.warm_up(g.padding, most_rows=2)
+    late.note("check_kernel", 2.5)
+    late.note("record_kernel", 0.01)
+    g.engine.submit("a", list(range(5, 25)))
+    g.step(3)
+    g.canary.drain()
+    (event,) = g.findings.told("compiled_late")
+    assert (event.fields["kernel"], event.fields["seconds"]) == ("check_kernel", 2.5)
+    assert g.canary.stats()["late_compiles"] == 1
 
 
 def test_compiling_together_ends_with_what_it_compiles(monkeypatch):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.step import Step
+from canary_core.ops.launches import LATE
 from canary_core.records import Counter
 from canary_core.runtime.workspace import Switch, Workspace
 
@@ -33,6 +34,7 @@ class Reading:
         found, step = self._findings, self._step
         named = {c.name.lower(): found.counters[c] for c in Counter if c not in (Counter.ROWS, Counter.DRAINED)}
         late = {"withheld": sum(found.memory.withheld.values()), "incidents": found.incidents.total}
+        late["late_compiles"] = LATE.count
         weights = {"weights_changed": found.writers.identities.weights, "carried": found.carried}
         return {
             "violations": sum(found.delivered.values()),

@@ -11,6 +11,7 @@ from canary_core.events import Event
 from canary_core.guard.step import Step
 from canary_core.guard.warm_up import compile_all, compile_beside, row_counts, warm_up
 from canary_core.ops.compile_process import CompileProcess
+from canary_core.ops.launches import LATE
 from canary_core.runtime.streams import capturing, synchronize
 from canary_core.runtime.workspace import Switch, Workspace
 
@@ -35,6 +36,8 @@ class StartUp:
         self._processes: list[CompileProcess] = []
         self._seconds = 0.0
         self._lock = threading.RLock()
+        # Until this start is done as well.
+        LATE.begun = False
 
     def begin(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int, beside: bool) -> None:
         """Starts up for batches of up to ``most_rows`` rows, see `Canary.warm_up`. ``beside``: the work may be put off
@@ -114,6 +117,7 @@ class StartUp:
             self._seconds = 0.0
             self.give_up()
         if fields["batches"]:
+            LATE.begun = True
             self._switch.tell(Event("warmed_up", fields=fields))
 
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ from canary_core.ops.compile_process import CompileProcess
 from canary_core.ops.repair_rows import REPAIR_WORDS
 from canary_core.ops.state import RegionState
 from canary_core.read_table import MOST_LENS, ReadLens, ReadTable
+from canary_core.recomputer import Computed
 from canary_core.records import BLOCK_VALUES, Cursor, Happened
 from canary_core.runtime.streams import capturing
 
@@ -139,6 +140,8 @@ def _launch_beside(backend: Backend, state: RegionState) -> None:
     backend.adopt(state, none)
     if state.repairs:
         backend.repair(state, none.new_empty(0, REPAIR_WORDS))
+    if state.recomputes:
+        _launch_compare_kv(backend, state)
     rows = state.fingerprints.new_empty((1, BLOCK_VALUES + state.sources.columns))
     for paged in (True, False):
         backend.gather_blocks(state, none.new_full((1,), -1), BlockShape(1, paged), rows, 0)
@@ -147,3 +150,13 @@ def _launch_beside(backend: Backend, state: RegionState) -> None:
             event(state, none, writer, 1)
         backend.note(state, none, Happened.ARRIVE, writer)
     backend.note(state, none, Happened.COPY, none)
+
+
+def _launch_compare_kv(backend: Backend, state: RegionState) -> None:
+    """The KV against itself, of no slot."""
+    from canary_core.ops.torch.compare_kv import elements
+
+    columns = [i for i, source in enumerate(state.region.sources) if elements(source)]
+    nowhere = torch.full((1,), -1, dtype=torch.int64, device=state.records.device)
+    again = Computed(tuple(state.region.sources[column] for column in columns), nowhere)
+    backend.compare_kv(state, columns, nowhere, again, torch.zeros(2, len(columns), 1, device=nowhere.device))

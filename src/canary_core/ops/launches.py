@@ -14,6 +14,34 @@ class Arguments(NamedTuple):
     kind: int
 
 
+LATE_S = 0.1
+"""Seconds from which on a launch counts as held up by a compiler."""
+
+
+class LateCompiles:
+    """Launches that waited for a compiler although everything was compiled at the start (``begun``), of all Canaries of
+    the process: the engine waited, too."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.count = 0
+        self._untold: dict[str, float] = {}
+
+    def note(self, kernel: str, seconds: float) -> None:
+        """A launch of ``kernel`` took so long."""
+        if self.begun and seconds >= LATE_S:
+            self.count += 1
+            self._untold[kernel] = self._untold.get(kernel, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """Seconds by kernel since the last call."""
+        untold, self._untold = self._untold, {}
+        return untold
+
+
+LATE = LateCompiles()
+
+
 class Numbers(NamedTuple):
     """Compile-time translation of a table's numbers to slots: rows and slots of a ``pool_page``, slots and rows of a
     ``page_ring``, 0 where there is none, and tokens of a slot."""

@@ -144,7 +144,9 @@ class Session:
         self._answers = AnswerCheck(self.canary, self.requests.writers.known) if samples else None
         rows = min(MOST_WARM_ROWS, int(runner.max_num_reqs))
         graphs = not runner.vllm_config.model_config.enforce_eager
-        self.canary.warm_up(partial(padding, groups=self.groups, device=self.canary.device), rows, beside=graphs)
+        self.canary.warm_up(
+            partial(padding, runner=runner, groups=self.groups, device=self.canary.device), rows, beside=graphs
+        )
 
     def give(self, output: Any) -> None:
         """``output`` of the scheduler has come to the worker, to be computed next."""

@@ -4,9 +4,11 @@ import time
 from threading import RLock
 from typing import TYPE_CHECKING, Protocol
 
+from canary_core.events import Event
 from canary_core.guard.recorder import Recorder
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
+from canary_core.ops.launches import LATE
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.watchers.audit.running import RunningAudit
 
@@ -114,3 +116,5 @@ class Reader:
             self._findings.repairs.step()
         for late in self.late:
             late.read()
+        for kernel, seconds in LATE.take().items():
+            self._switch.tell(Event("compiled_late", "warning", {"kernel": kernel, "seconds": round(seconds, 2)}))

@@ -7,6 +7,7 @@ and a kernel already compiled for such arguments is launched directly.
 
 import inspect
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,15 @@ from canary_core.ops.compile_process import CompileProcess
 from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, job_of, pack
 from canary_core.ops.kernels.fields import BatchFields, RegionFields, SourceFields, TableFields
 from canary_core.ops.kernels.tiles import SUMMED_TILE, Tiles, constants, is_long
-from canary_core.ops.launches import Arguments, BatchArguments, GroupLaunch, Numbers, TableConstants, TableLaunches
+from canary_core.ops.launches import (
+    LATE,
+    Arguments,
+    BatchArguments,
+    GroupLaunch,
+    Numbers,
+    TableConstants,
+    TableLaunches,
+)
 from canary_core.ops.sources import SourceGroup
 from canary_core.ops.state import RegionState
 
@@ -169,8 +178,10 @@ class Launcher:
             if instead is not None:
                 instead(self, grid, given)
                 return
+            began = time.perf_counter()
             with _compiling:
                 compiled = self.kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
+            LATE.note(getattr(self.kernel, "__name__", ""), time.perf_counter() - began)
             # The interpreter gives None.
             if compiled is not None:
                 launch, head = _launch_of(compiled)

@@ -14,9 +14,10 @@ def follow(scheduler: Any, config: CanaryConfig) -> SchedulerRequests:
     from vllm.v1.request import RequestStatus
 
     abort = partial(scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
-    share, polls = config.recompute, config.control == "write"
-    requests = SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, share, bool(share) or polls)
-    requests.polls = polls
+    requests = SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, config.recompute)
+    requests.polls = config.control == "write"
+    if requests.polls or config.recompute:
+        requests.remember()
     return requests
 
 

@@ -92,11 +92,14 @@ def table_of(group: Group, entries: Tensor, slots: Tensor, ends: Tensor) -> Slot
     return block_table(entries, group.page, write_slots=slots)
 
 
-def padding(rows: int, groups: Sequence[Group], device: torch.device) -> Iterator[BatchView]:
-    """A prefill and a decode of ``rows`` rows without reads and writes, for `Canary.warm_up`."""
+def padding(rows: int, runner: Any, groups: Sequence[Group], device: torch.device) -> Iterator[BatchView]:
+    """A prefill and a decode of ``rows`` rows without reads and writes, for `Canary.warm_up`; with the runner's own
+    block tables, for whose width kernels are compiled."""
     lengths = torch.zeros(rows, dtype=torch.int32, device=device)
     positions = torch.zeros(rows, dtype=torch.int64, device=device)
-    entries = torch.zeros((rows, TABLE_STEP), dtype=torch.int32, device=device)
-    tables = {g.region: table_of(g, entries, positions, lengths) for g in groups}
+    v2 = getattr(runner, "block_tables", None)
+    v1 = runner.input_batch.block_table.block_tables if v2 is None else ()
+    own = [one.block_table.gpu for one in v1] if v2 is None else v2.input_block_tables
+    tables = {g.region: table_of(g, own[g.number][:rows], positions, lengths) for g in groups}
     for expected in (None, torch.full((rows, TABLE_STEP), -1, dtype=torch.int32, device=device)):
         yield BatchView(lengths, lengths, lengths, lengths, tables, positions, expected, anchors=positions)
