@@ -30,22 +30,21 @@ MODULE = """
 
 
 class Item:
-    """As much of a test as `turns` looks at; ``above`` is its module."""
+    """As much of a test as `turns` looks at."""
 
-    def __init__(self, name: str, mark: Any = None, above: "Item | None" = None) -> None:
-        self.nodeid, self.mark, self.above = name, mark, above
+    def __init__(self, name: str, mark: Any = None) -> None:
+        self.nodeid, self.mark = name, mark
 
-    def iter_markers_with_node(self, _name: str) -> Any:
+    def get_closest_marker(self, _name: str) -> Any:
         """As pytest's."""
-        return [(node, node.mark) for node in (self, self.above) if node is not None and node.mark is not None]
+        return self.mark
 
 
-MARKED = Item("module", TAKES_TURNS)
 ITEMS = [
     Item("always"),
     *[Item(f"each {number}", TAKES_TURNS) for number in range(4)],
     *[Item(f"pair {number}", OF_A_PAIR) for number in range(2)],
-    *[Item(f"together {number}", None, MARKED) for number in range(3)],
+    Item("last", TAKES_TURNS),
 ]
 
 
@@ -55,7 +54,7 @@ def test_three_commits_run_each_test():
     assert parts == [
         ["always", "each 0", "each 3"],
         ["always", "each 1", "pair 0", "pair 1"],
-        ["always", "each 2", "together 0", "together 1", "together 2"],
+        ["always", "each 2", "last"],
     ]
 
 

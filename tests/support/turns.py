@@ -7,7 +7,7 @@ import pytest
 TURNS = 3
 MARKER = (
     "takes_turns(covered_by, unit=None): CI runs it for one commit of three; `covered_by` says what runs for each and "
-    "nearly covers it. Tests of one unit, which is the module if the mark is the module's, have one turn"
+    "nearly covers it. Tests of one unit, such as those that share an engine, have one turn"
 )
 
 
@@ -18,7 +18,7 @@ def those_of(items: Iterable[pytest.Item], turn: int) -> list[pytest.Item]:
 
 
 def _number(item: pytest.Item, units: dict[str, int]) -> int | None:
-    for node, mark in item.iter_markers_with_node("takes_turns"):
-        unit = mark.kwargs.get("unit", node.nodeid)
-        return units.setdefault(unit, len(units)) % TURNS
-    return None
+    mark = item.get_closest_marker("takes_turns")
+    if mark is None:
+        return None
+    return units.setdefault(mark.kwargs.get("unit", item.nodeid), len(units)) % TURNS

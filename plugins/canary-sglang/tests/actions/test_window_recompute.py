@@ -8,7 +8,7 @@ from tools.recomputes import QUIET, prompt
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("windows"),
-    pytest.mark.takes_turns("models without windows, and canary-vllm's windows"),
+    pytest.mark.takes_turns("models without windows, and canary-vllm's windows", unit="windows"),
 ]
 
 FIELDS = {

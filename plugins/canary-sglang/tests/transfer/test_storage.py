@@ -30,7 +30,7 @@ PRIVATE = {"CANARY_LEDGER_PRIVATE": "HiCacheFile", "CANARY_READ_CHECK": "0"}
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("hicache_storage"),
-    pytest.mark.takes_turns("the ledger in the core's tests, and what canary-vllm loads"),
+    pytest.mark.takes_turns("the ledger in the core's tests, and what canary-vllm loads", unit="storage"),
 ]
 
 
