@@ -177,7 +177,6 @@ SETUPS = {
         storm_steps=600,
         beside=MHA_AND_SWA,
     ),
-    "mixed": Setup({"enable_mixed_chunk": True, "chunked_prefill_size": 16}, beside=MHA_AND_SWA),
     "deepseek_v4": Setup(
         {
             "model": "deepseek_v4",
@@ -197,6 +196,7 @@ SETUPS = {
         left_out=frozenset({"swa", "c4", "c128", "c4_state", "c128_state"}),
         beside=MHA_AND_SWA,
     ),
+    "mixed": Setup({"enable_mixed_chunk": True, "chunked_prefill_size": 16}, beside=MHA_AND_SWA),
     "hicache": Setup(
         HICACHE,
         covered_by=HICACHE_COVERED_BY,
