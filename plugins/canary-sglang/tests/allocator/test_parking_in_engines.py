@@ -14,7 +14,7 @@ UNIFIED = find_spec("sglang") is not None and Version("0.5.19") <= Version(versi
 NAMESPACES = [None, "adapter", "other"]
 """As LoRA adapters have them, which SGLang adds to a request's key in the same way."""
 PYTHON = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
-BESIDE = pytest.mark.takes_turns("the other one here, and test_parking, without an engine")
+BESIDE = pytest.mark.takes_turns("test_parking, without an engine")
 COVERED = pytest.mark.beyond_ci("a small pool, with chunks, eviction and retraction")
 FOLLOWED = [
     "pressure",
