@@ -8,7 +8,7 @@ BESIDE = pytest.mark.takes_turns(
     "engines without drafts in test_engine, and regions of draft models in the core's tests"
 )
 
-COVERED_BY = "eagle and draft_model, each for one commit of three: layers in the target's groups, and in groups of their own"
+COVERED_BY = "eagle or draft_model, in their turns: layers in the target's groups, and in groups of their own"
 
 
 @BESIDE
