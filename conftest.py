@@ -2,10 +2,12 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
 import torch
+from support import turns
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined, so it must be set before any kernel module is imported.
@@ -19,18 +21,26 @@ def full_budget() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """GPU machines may have pytest without its plugins; then ``timeout`` is a marker that does nothing."""
+    """The marker of `turns`. GPU machines may have pytest without its plugins; then ``timeout`` is a marker that does
+    nothing."""
+    config.addinivalue_line("markers", turns.MARKER)
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): most time for a test, where pytest-timeout is installed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked ``gpu`` where there is none."""
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, torch.cuda.is_available() is False"))
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Skips tests marked ``gpu`` where there is none. Of those that are selected in the end, leaves out those whose
+    turn it isn't, where ``CI_TURN`` asks for one turn; see `turns`."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, torch.cuda.is_available() is False"))
+    yield
+    if turn := os.environ.get("CI_TURN"):
+        kept = turns.those_of(items, int(turn))
+        config.hook.pytest_deselected(items=[*set(items).difference(kept)])
+        items[:] = kept
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

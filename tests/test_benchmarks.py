@@ -26,6 +26,7 @@ def test_every_op_is_measured(op):
     assert any(op in case.ops for case in CASES.values()), f"add a case for {op} to benchmarks/cases.py"
 
 
+@pytest.mark.takes_turns("other cases, and tests/ops/test_equal.py, which has every op")
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_reference_in_every_case(name):
     """Each case, small, passes the equality that its speed depends on, with kernels on the interpreter."""

@@ -10,6 +10,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "plugin-mutations.md"
 ROWS = {line.split(" | ")[0][2:]: line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()}
 
 
+@pytest.mark.takes_turns("other wrong plugins")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_wrong_plugin_fails_as_documented(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test that the docs name fails, by its own judgement and not by an exception, and blames the part with the

@@ -21,7 +21,7 @@ MARKERS = (
     "where(mark, **parameters): has the mark, but only with these values of its parameters, one or a list each",
 )
 """What `.ci/run` selects by. Why a test is ``beyond_ci`` stands at its mark; why all tests with an engine are, at its
-`Setup.covered_by`. Without a selection everything runs."""
+`Setup.covered_by`; of an engine that takes turns, at its `Setup.beside`. Without a selection everything runs."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,6 +73,8 @@ def _marks(name: str, setup: Setup) -> list[pytest.MarkDecorator]:
     marks = [pytest.mark.xdist_group(name)]
     if setup.covered_by:
         marks.append(pytest.mark.beyond_ci(setup.covered_by))
+    if setup.beside:
+        marks.append(pytest.mark.takes_turns(setup.beside, unit=f"engine {name}"))
     return [*marks, pytest.mark.older_release] if setup.older_release else marks
 
 

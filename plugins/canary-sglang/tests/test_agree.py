@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 from engines.ranks import phase, serve, told
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.first,
+    pytest.mark.takes_turns("canary-vllm's test of the same name"),
+]
 
 R = random.Random("agree")
 NEW = 12

@@ -15,7 +15,10 @@ import pytest
 from engines import python_path
 from engines.user_script import on_cpu
 
-pytestmark = [pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.takes_turns("the core's tests/metrics, and canary-vllm's two ranks"),
+]
 
 
 def free_port() -> int:

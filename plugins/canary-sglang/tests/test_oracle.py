@@ -8,7 +8,12 @@ pytestmark = [pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
-    "name", ["mha", "pressure", pytest.param("eagle", marks=pytest.mark.beyond_ci(SPECULATION_COVERED_BY))]
+    "name",
+    [
+        "mha",
+        pytest.param("pressure", marks=pytest.mark.takes_turns("the same with room for all")),
+        pytest.param("eagle", marks=pytest.mark.beyond_ci(SPECULATION_COVERED_BY)),
+    ],
 )
 def test_every_answer_is_right(start, name):
     """Twice the same traffic: the second time most of it comes from the prefix cache."""
@@ -21,6 +26,7 @@ def test_every_answer_is_right(start, name):
     assert sum(asked["cached"]) > 0
 
 
+@pytest.mark.takes_turns("batches/test_sampled.py: exchanged tokens are found")
 def test_exchanged_next_tokens_make_wrong_answers(start):
     """The oracle sees what Canary tells: after two tokens were exchanged those two requests answer wrongly."""
     engine = start("mha")

@@ -115,6 +115,7 @@ def test_a_lost_write_is_told_by_both_ranks(tmp_path, device):
 UNGUARD = ["unguard = tools.ranks_witness:unguard"]
 
 
+@pytest.mark.takes_turns("actions/test_roll_call.py, without an engine, and canary-vllm's test_workers")
 @pytest.mark.where(pytest.mark.beyond_ci("a rank without Canary"), other='{"CANARY_READ_CHECK": "0"}')
 @pytest.mark.parametrize(
     ("other", "said"),

@@ -2,7 +2,10 @@
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.takes_turns("lives of slots in tests/ops/test_histories.py and tests/test_slots.py"),
+]
 
 PROMPT = [(7 * i) % 90 + 9 for i in range(24)]
 OTHERS = [[(n * i + n) % 90 + 9 for i in range(30)] for n in (11, 13, 17, 19, 23)]

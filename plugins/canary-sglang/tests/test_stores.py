@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name",
     [
-        "mha",
+        pytest.param("mha", marks=pytest.mark.takes_turns("stores of each pool, without an engine, and canary-vllm's")),
         pytest.param("pressure", marks=pytest.mark.beyond_ci("clean traffic and a stray write of MHA")),
         pytest.param("swa", marks=pytest.mark.beyond_ci("clean traffic and a stray write of MHA")),
         pytest.param("mla", marks=pytest.mark.beyond_ci("clean traffic and a stray write of MHA")),

@@ -6,9 +6,13 @@ from vllm_on_cpu.scripts import told_by
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("processes")]
 SETTINGS = {"CANARY_RECOMPUTE": "100%", "CANARY_READ_CHECK": "0", "CANARY_SCRUB_BUDGET": "0", "CANARY_BYTES": "off"}
+BESIDE = pytest.mark.takes_turns(
+    "attention of one process in test_attention; two ranks in test_agree and test_processes"
+)
 BEYOND = pytest.mark.beyond_ci("the same of another type of model")
 
 
+@BESIDE
 @pytest.mark.parametrize(
     "model",
     [

@@ -4,10 +4,14 @@ import pytest
 from vllm_on_cpu.scripts import told_by
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
+BESIDE = pytest.mark.takes_turns(
+    "engines without drafts in test_engine, and regions of draft models in the core's tests"
+)
 
-COVERED_BY = "eagle and draft_model: layers in the target's groups, and in groups of their own"
+COVERED_BY = "eagle or draft_model, in their turns: layers in the target's groups, and in groups of their own"
 
 
+@BESIDE
 @pytest.mark.parametrize(
     "method",
     [

@@ -16,7 +16,15 @@ def told(runner):
     return said
 
 
-@pytest.fixture(params=[pytest.param("v1", marks=pytest.mark.older_release), "v2"])
+BESIDE = "engines without an encoder"
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("v1", marks=[pytest.mark.older_release, pytest.mark.takes_turns(BESIDE, unit="encoder v1")]),
+        pytest.param("v2", marks=pytest.mark.takes_turns(BESIDE, unit="encoder v2")),
+    ]
+)
 def said(request):
     """With vLLM's older model runner, and with the one that it takes on a GPU."""
     return told(request.param)

@@ -16,7 +16,13 @@ QUIET = dict(read_check=0, scrub_budget="0", bytes="off", control="write")
 WEIGHT = "model.layers.0.post_attention_layernorm.weight"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in step", "asynchronous"])
+IN_STEP = pytest.mark.takes_turns("the same with asynchronous scheduling", unit="parked in step")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="in step", marks=IN_STEP), pytest.param(True, id="asynchronous")],
+)
 def small(request):
     """An engine with weights that matter, in float32: equal bit for bit, whatever the batch."""
     from vllm_on_cpu.engine import SmallEngine

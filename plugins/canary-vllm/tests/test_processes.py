@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
     ("options", "regions"),
     [
         pytest.param(("llama",), ["full"], marks=pytest.mark.beyond_ci("the same with a draft model")),
-        (("llama", "eagle"), ["full", "draft"]),
+        pytest.param(("llama", "eagle"), ["full", "draft"], marks=pytest.mark.takes_turns("the V1 runner")),
         pytest.param(
             ("lfm2",), ["full", "state"], marks=pytest.mark.beyond_ci("a draft model, and states of the V1 runner")
         ),
@@ -52,6 +52,7 @@ def test_the_v2_runner_is_guarded(options, regions):
     assert told["states"] == ([["BYTES", 0, "conv", "first"]] if "state" in regions else [])
 
 
+@pytest.mark.takes_turns("states of test_states, in one process")
 @pytest.mark.parametrize("feature", ["gdn"])
 def test_what_wants_a_process_of_its_own_is_guarded(tmp_path, feature):
     """Gated delta nets of a mixture of experts: silent, answers as without Canary, every flip in a state named, and

@@ -282,6 +282,7 @@ def test_what_one_rank_finds_is_not_given_out_by_the_other(rank):
 
 
 @pytest.mark.xdist_group("processes")
+@pytest.mark.takes_turns("the tests of one process here")
 @pytest.mark.parametrize(
     ("mode", "workers"),
     [

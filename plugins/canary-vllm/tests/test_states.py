@@ -16,7 +16,10 @@ STATES = {
     "lfm2": {0: ("conv",), 2: ("conv",)},
 }
 """By model: layers that have states, and the halves of one."""
-MODELS = pytest.mark.parametrize("model", STATES)
+BESIDE = "the same with another of these models"
+MODELS = pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.takes_turns(BESIDE, unit=f"states of {name}")) for name in STATES]
+)
 
 
 @cache

@@ -26,7 +26,7 @@ def settings(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.takes_turns("the same with one rank"))])
 def test_running_requests_are_verified_from_another_process(ranks, tmp_path):
     """All that run, and one by name, each rank its shard; the name is that of the engine's core."""
     environment = settings(tmp_path)
@@ -64,6 +64,7 @@ def test_running_requests_are_verified_from_another_process(ranks, tmp_path):
         engine.communicate(timeout=200)
 
 
+@pytest.mark.takes_turns("the command for running requests here; an idle engine in test_parked")
 def test_an_idle_engine_verifies_what_ended_requests_left(tmp_path):
     """By the name that the client gave, and all; then, when weights have changed under the kept cache, it finds each of
     these prefixes by itself, as one incident."""

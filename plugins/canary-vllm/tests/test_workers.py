@@ -22,6 +22,7 @@ def run(broken, mode="log"):
     return said_by("workers_script", broken, plugins="vllm", **settings)
 
 
+@pytest.mark.takes_turns("tests/adapters/test_roll_call.py, and two guarded ranks in test_processes")
 @pytest.mark.parametrize(
     "broken", [n if n == "plugins" else pytest.param(n, marks=pytest.mark.beyond_ci(COVERED_BY)) for n in BROKEN]
 )

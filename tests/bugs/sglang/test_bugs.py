@@ -4,6 +4,7 @@ import pytest
 from bugs import museum
 from bugs.stages.sglang_setups import SETUPS, guarded
 
+BESIDE = pytest.mark.takes_turns("other bugs, and all faults in canary-sglang's test_engine")
 BUGS = {name: museum.bug("sglang", name) for name in museum.names("sglang")}
 
 
@@ -12,7 +13,7 @@ def cases():
     for name in sorted(BUGS, key=lambda name: [*SETUPS].index(BUGS[name].setup)):
         bug = BUGS[name]
         for profile in museum.PROFILES:
-            marks = [pytest.mark.xdist_group(f"museum {bug.setup}")]
+            marks = [pytest.mark.xdist_group(f"museum {bug.setup}"), BESIDE]
             if bug.slow:
                 marks.append(pytest.mark.beyond_ci("the bugs of other setups"))
             elif profile == "thorough" and bug.thorough is None:

@@ -6,6 +6,7 @@ from bugs import museum
 BUGS = {name: museum.bug("transformers", name) for name in museum.names("transformers")}
 
 
+@pytest.mark.takes_turns("other bugs, and faults of sessions and caches in canary-transformers' tests")
 @pytest.mark.parametrize("profile", museum.PROFILES)
 @pytest.mark.parametrize("name", BUGS)
 def test_the_bug_is_found_as_declared(name, profile):

@@ -16,6 +16,7 @@ def bugs():
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.takes_turns("other bugs, and faults in canary-vllm's test_engine")
 @pytest.mark.xdist_group("museum")
 @pytest.mark.parametrize("profile", museum.PROFILES)
 @pytest.mark.parametrize("name", sorted(BUGS, key=lambda name: BUGS[name].setup))

@@ -16,6 +16,9 @@ TRITON = {"TRITON_INTERPRET": "1"}
 PASSED = {**TRITON, "SGLANG_SWA_EVICTION_INTERVAL": "1"}
 """Where windows have a pool of their own, they give up a token with each forward."""
 BEYOND = pytest.mark.beyond_ci("the same on a model that starts sooner")
+BESIDE = pytest.mark.takes_turns("the same in float32")
+"""Those with KV in fp8 have one turn, since they share an engine."""
+IN_FP8 = pytest.mark.takes_turns("the same in float32", unit="attention in fp8")
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +54,8 @@ def clean(done):
         ("head", "llama", {}, {0, 1, 2}),
         ("values", "llama", {}, {0, 1, 2}),
         ("window", "gemma3_text_attention", {}, {0, 2}),
-        ("scale", "llama", {"dtype": "bfloat16", "enable_mixed_chunk": True}, {1}),
-        ("scale", "llama", FP8, {1}),
+        pytest.param("scale", "llama", {"dtype": "bfloat16", "enable_mixed_chunk": True}, {1}, marks=BESIDE),
+        pytest.param("scale", "llama", FP8, {1}, marks=IN_FP8),
     ],
 )
 def test_attention_that_is_wrong_on_every_path_is_found(fault, model, options, wrong, engines):
@@ -76,6 +79,7 @@ def test_attention_that_is_wrong_on_every_path_is_found(fault, model, options, w
     clean(engine.attention_verified())
 
 
+@IN_FP8
 @pytest.mark.parametrize("options", [FP8, {"kv_cache_dtype": "fp8_e5m2", "dtype": "bfloat16"}], ids=str)
 def test_a_wrong_scale_of_fp8_is_found_and_its_layer_named(options, engines):
     """K of one layer is stored under a scale that attention does not read it by."""
@@ -89,7 +93,13 @@ def test_a_wrong_scale_of_fp8_is_found_and_its_layer_named(options, engines):
 @pytest.mark.parametrize(
     ("model", "environment", "deviation", "detail"),
     [
-        ("mistral_window_attention", {}, "window", "that of no window, and the configuration says 24"),
+        pytest.param(
+            "mistral_window_attention",
+            {},
+            "window",
+            "that of no window, and the configuration says 24",
+            marks=pytest.mark.takes_turns("a window that is broken from outside"),
+        ),
         pytest.param("smollm3_window_attention", {}, "window", "that of a window of 25", marks=BEYOND),
         pytest.param("gemma2_attention", TRITON, "soft_cap", "that of uncapped logits", marks=BEYOND),
     ],
@@ -140,9 +150,10 @@ def test_a_forward_that_can_not_be_looked_at_is_counted(fault, reason, engines):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        (
+        pytest.param(
             {"options": {**FP8, "attention_backend": "triton"}, "environment": TRITON},
             "stored as torch.float8_e4m3fn, and nobody has shown how TritonAttnBackend reads it",
+            marks=pytest.mark.takes_turns("canary-vllm's layers without a reference"),
         ),
         pytest.param(
             {"options": {"model": "deepseek_v2", "attention_backend": "triton"}, "environment": TRITON},

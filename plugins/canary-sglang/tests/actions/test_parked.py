@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
 
 PROVES = {**QUIET, "CANARY_RECOMPUTE": "100%"}
 THREE = {"a": 100, "b": 100, "c": 100}
+PROVING = pytest.mark.takes_turns("clean traffic of an engine that proves, and canary-vllm's tests", unit="proving")
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,7 @@ def test_what_can_t_be_computed_again_is_left_out_and_says_why(asked):
     assert told(done) == []
 
 
+@pytest.mark.takes_turns("canary-vllm's test of the command")
 def test_the_command_asks_a_running_engine(asked):
     """As users type it: for requests that run, and for what ended ones left."""
     asked.flush()
@@ -189,6 +191,7 @@ def test_a_slot_that_is_written_while_the_cache_still_names_it_is_gone(asked):
     assert told(done) == []
 
 
+@PROVING
 def test_an_idle_engine_proves_prefixes_in_turn_and_leaves_the_cache_as_it_was(proving):
     """For a share of the time, the least recently proven first; locks, hits, and the times by which SGLang evicts are
     as before."""
@@ -211,6 +214,7 @@ def test_an_idle_engine_proves_prefixes_in_turn_and_leaves_the_cache_as_it_was(p
     assert proving.parked_rests(name="served", seconds=100.0) < 1
 
 
+@PROVING
 def test_an_idle_engine_gives_way_to_requests_and_to_messages_that_take_an_idle_one(proving):
     """A flush of the cache would fail beside a request, and an update of weights would end SGLang. In the middle of a
     proof it is as if there was none."""
@@ -224,6 +228,7 @@ def test_an_idle_engine_gives_way_to_requests_and_to_messages_that_take_an_idle_
     assert told(done) == []
 
 
+@PROVING
 def test_an_idle_engine_evicts_nothing_to_prove_something(proving):
     """Where all slots are of the cache, nothing is computed again without being asked for, and that is counted."""
     proving.parked_serve(lengths={f"full {turn}": 300 for turn in range(6)})
@@ -236,6 +241,7 @@ def test_an_idle_engine_evicts_nothing_to_prove_something(proving):
     assert verdicts(proving.parked_verify(names=["full 5"])) == [("full 5", "same", 307)]
 
 
+@PROVING
 def test_a_prefix_that_the_making_of_a_batch_evicts_is_gone(proving):
     """With a chunk of its own in that batch, the forward of which does not write to slots that were given back."""
     proving.parked_serve(lengths={"makes": 300})
@@ -244,6 +250,7 @@ def test_a_prefix_that_the_making_of_a_batch_evicts_is_gone(proving):
     assert told(done) == []
 
 
+@pytest.mark.where(pytest.mark.takes_turns("the same with SGLang's other loop"), overlap=[False])
 @pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlap"])
 def test_clean_traffic_is_well_and_answers_and_evictions_stay_the_same(plain, launch, overlap):
     """Requests that share prefixes, and are computed again whenever nobody is served."""
@@ -271,6 +278,7 @@ def test_clean_traffic_is_well_and_answers_and_evictions_stay_the_same(plain, la
         assert 1 <= turns <= 2
 
 
+@pytest.mark.takes_turns("verdicts with the setting, and canary-vllm's tests")
 def test_without_a_setting_nothing_is_wrapped_or_remembered_and_that_is_said(launch):
     """Of one it is the reason without a verdict, of all an error."""
     done = launch({"options": OPTIONS}, **ASKED).parked_asked()
@@ -282,6 +290,7 @@ def test_without_a_setting_nothing_is_wrapped_or_remembered_and_that_is_said(lau
     assert done["wrapped"] == []
 
 
+@PROVING
 def test_a_running_engine_answers_for_prefixes_too(proving):
     """In the gaps that its users leave; a prefix is no running request."""
     proving.parked_evict(tokens=1 << 20)

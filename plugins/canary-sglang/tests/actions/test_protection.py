@@ -56,6 +56,7 @@ def test_no_wrong_answer_of_many(launch, loop):
     assert part(clean, "right", "recomputed", "aborted") == FINE | {"right": 300, "recomputed": 0, "aborted": 0}
 
 
+@pytest.mark.takes_turns("the device's cache above, and canary-vllm's loads from host memory")
 @pytest.mark.where(pytest.mark.beyond_ci("the Python core"), core="rust")
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("loop", ["host", "overlap host"])
@@ -143,6 +144,7 @@ def test_bits_that_flip_anywhere_give_no_wrong_answer(launch, loop, case):
     assert served["recomputed"] > 0
 
 
+@pytest.mark.takes_turns("the same flips, where the verdict comes later")
 @pytest.mark.parametrize("case", ["parked", "storm"])
 def test_no_wrong_answer_where_the_verdict_comes_with_the_tokens(launch, case):
     """As on a GPU, in whose place a CPU stands here: the overlap scheduler has issued the next batch by then, with the
@@ -163,6 +165,7 @@ def test_no_wrong_answer_where_the_verdict_comes_with_the_tokens(launch, case):
     assert served["recomputed"] > 0
 
 
+@pytest.mark.takes_turns("canary-vllm's test of the same name")
 def test_a_running_request_ends_with_an_error_where_its_tokens_may_be_wrong(start):
     """The scrub finds the slot some steps after it changed: nobody knows which tokens were computed from it. The
     request ends with status 503 and no token more; the one beside it goes on, and nothing corrupted stays cached."""
@@ -227,6 +230,7 @@ def test_an_engine_whose_tokens_cannot_be_withheld_is_told_at_the_start(start, n
     assert "hits_unchecked" not in {event["name"] for event in engine.events()}
 
 
+@pytest.mark.takes_turns("canary-vllm's hits that can't be compared")
 def test_hits_are_not_compared_without_bytes(start):
     """``CANARY_BYTES=off``: there is nothing to compare with, and an event says so."""
     engine = start("mha", CANARY_ON_VIOLATION="protect", CANARY_BYTES="off", CANARY_READ_CHECK="0")

@@ -50,6 +50,7 @@ def test_a_corrupted_prefix_is_evicted_and_computed_again(start, name, region, s
 
 @pytest.mark.where(pytest.mark.beyond_ci("each core, and each cache, once"), core="python", name="mha")
 @pytest.mark.where(pytest.mark.beyond_ci("each core, and each cache, once"), core="rust", name="swa")
+@pytest.mark.takes_turns("the whole of an idle node, evicted and computed again")
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize(("name", "source"), [("mha", "v.1"), ("swa", "k.1")])
 def test_only_the_corrupted_node_is_evicted_and_what_follows_it(start, core, name, source):
@@ -81,6 +82,7 @@ def test_only_the_corrupted_node_is_evicted_and_what_follows_it(start, core, nam
     assert engine.findings()["violations"] == []
 
 
+@pytest.mark.takes_turns("a corrupted prefix, evicted")
 def test_a_corrupted_ring_row_of_a_cached_page_is_evicted_with_it(start):
     """A bit flips in what DeepSeek-V4's compressor keeps of a cached page's last tokens. Whoever continues that prefix
     reads it, and is aborted; the page is evicted but not the one before it, and the same prompt gives what it gave."""
@@ -141,6 +143,7 @@ def test_a_request_whose_state_is_corrupted_is_aborted(start, name, mode):
     assert done["outputs"][0] == clean[0]
 
 
+@pytest.mark.where(pytest.mark.takes_turns("the same with quarantine, which aborts, too"), mode="abort")
 @pytest.mark.parametrize("mode", ["abort", "quarantine"])
 def test_a_corrupted_request_is_aborted_as_retryable(start, mode):
     """A bit flips in what a running request has written. It ends with status 503; the other goes on to its end, and the
@@ -165,6 +168,7 @@ def test_a_corrupted_request_is_aborted_as_retryable(start, mode):
     assert engine.findings()["violations"] == []
 
 
+@pytest.mark.takes_turns("findings of engines with default settings, whose requests end as ever")
 def test_nothing_is_done_by_default(start):
     """``report`` tells of it, and no more: the request ends as it would have."""
     engine = start("mha")

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
 GUARD = {"CANARY_PLUGINS": "sglang,ranks_witness", "CANARY_ON_VIOLATION": "protect", "CANARY_SCRUB_BUDGET": "0"}
 HITS = GUARD | {"CANARY_READ_CHECK": "0"}
 BOTH = [0, 0]
+BESIDE = pytest.mark.takes_turns("one process with protect, and two ranks with quarantine in test_ranks")
 FINE = {"wrong": 0, "alike": True, "quarantine_failed": BOTH, "disabled": BOTH, "reporting_failed": BOTH}
 
 
@@ -18,6 +19,7 @@ def counted(served):
     return {name: value for name, value in served.items() if name not in ("clean", "kinds")}
 
 
+@BESIDE
 @pytest.mark.where(pytest.mark.beyond_ci("the same with the overlap scheduler"), loop="plain")
 @pytest.mark.parametrize("loop", ["plain", "overlap"])
 def test_no_wrong_answer_from_what_changed_in_one_ranks_cache(tmp_path, loop):
@@ -41,6 +43,7 @@ def test_no_wrong_answer_from_what_changed_in_one_ranks_host_memory(tmp_path):
     }  # fmt: skip
 
 
+@BESIDE
 def test_stages_of_a_pipeline_act_alike(tmp_path):
     """Only the stage with the layer can know; both compute each request again, and give up the same nodes, in the same
     turn of their loops, which are never at the same turn at once."""
@@ -52,6 +55,7 @@ def test_stages_of_a_pipeline_act_alike(tmp_path):
     }  # fmt: skip
 
 
+@BESIDE
 def test_each_rank_of_data_parallel_attention_acts_for_itself(tmp_path):
     """Bits flip in one rank's cache or in the other's; the one computes its request again, while the other goes on with
     its own."""

@@ -18,6 +18,7 @@ QUIET = {
 ALL = {**QUIET, "CANARY_RECOMPUTE": "100%"}
 LENGTHS = (35, 90, 50, 150, 40, 70)
 NEW = 44
+BESIDE = pytest.mark.takes_turns("one process in test_recompute, and two ranks that act alike in test_ranks")
 REQUESTS = 36
 
 
@@ -55,6 +56,7 @@ def names(folder, rank):
     return {event["event"] for event in told(folder, rank, "event")}
 
 
+@BESIDE
 @pytest.mark.where(pytest.mark.beyond_ci("the same with the overlap scheduler"), loop="plain")
 @pytest.mark.parametrize("loop", ["overlap", "plain"])
 def test_both_ranks_compute_the_same_requests_again(tmp_path, loop):
@@ -85,6 +87,7 @@ def test_both_ranks_compute_the_same_requests_again(tmp_path, loop):
     assert (answer["rank"], [one["verdict"] for one in answer["answers"]]) == (1, ["same", "same"])
 
 
+@BESIDE
 def test_what_one_rank_computes_wrongly_is_told_by_that_rank(tmp_path):
     """Attention of one layer is scaled wrongly in it, in all forwards: the other rank says nothing."""
     folder = tmp_path / "guarded"
@@ -103,6 +106,7 @@ def plain(tmp_path_factory):
     return tokens(serve(tmp_path_factory.mktemp("plain") / "plain", OPTIONS, OFF, PLUGIN))
 
 
+@BESIDE
 @pytest.mark.where(pytest.mark.beyond_ci("the same where Canary is switched off"), how="fail")
 @pytest.mark.parametrize("how", ["off", "fail"])
 def test_the_end_of_one_ranks_canary_ends_it_on_both(tmp_path, how, plain):
@@ -119,6 +123,7 @@ def test_the_end_of_one_ranks_canary_ends_it_on_both(tmp_path, how, plain):
     assert "disabled" not in names(folder, 0)
 
 
+@BESIDE
 def test_a_rank_that_does_not_take_part_is_not_waited_for(tmp_path):
     """It has another setting: nothing is computed again, both say so, and both serve."""
     unguard = ["unguard = tools.ranks_witness:unguard"]

@@ -45,6 +45,7 @@ def test_so_many_are_computed_again_and_no_more(launch):
     assert judged == TEACHING + 3
 
 
+@pytest.mark.takes_turns("clean traffic here, and prefixes with the overlap scheduler in test_parked")
 def test_the_overlap_scheduler_is_well(plain, launch):
     """SGLang's own event loop, which makes a batch before it knows the result of the one before."""
     watched = launch({"options": {**OPTIONS, **OVERLAP}}, **ALL)
@@ -58,7 +59,7 @@ def test_the_overlap_scheduler_is_well(plain, launch):
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        ("changed_norm", (1, 0, "ill", "brought")),
+        pytest.param("changed_norm", (1, 0, "ill", "brought"), marks=pytest.mark.takes_turns("other faults")),
         ("short_decodes", (1, 50, "ill", "attention")),
         ("skipped_layer", (1, 0, "ill", "everywhere")),
     ],
@@ -75,6 +76,7 @@ COARSE = {**OPTIONS, "kv_cache_dtype": "fp8_e4m3"}
 """KV stored in fp8."""
 
 
+@pytest.mark.takes_turns("the same in float32, and canary-vllm's KV in fp8")
 def test_clean_traffic_is_well_in_fp8_too(launch):
     """In bfloat16, where another batch rounds otherwise, and a few numbers fall to another step of fp8."""
     done = launch({"options": {**COARSE, "dtype": "bfloat16"}}, **ALL).recompute_traffic(
@@ -86,6 +88,7 @@ def test_clean_traffic_is_well_in_fp8_too(launch):
     assert verdicts.count("same") >= 20
 
 
+@pytest.mark.takes_turns("the same in float32, and canary-vllm's KV in fp8")
 @pytest.mark.parametrize(
     ("fault", "layer", "rule"),
     [
@@ -105,6 +108,7 @@ def test_broken_engines_are_told_in_fp8_too(launch, fault, layer, rule):
     assert begun <= position < begun + 8
 
 
+@pytest.mark.takes_turns("prefixes that give way in test_parked, and canary-vllm's tests of the same name")
 @pytest.mark.parametrize(("how", "options"), [("abort", {"enable_mixed_chunk": True}), ("crowd", {})])
 def test_an_internal_request_gives_way_in_the_middle(launch, how, options):
     """Its request is aborted by the client, or others come: it ends between two chunks."""
@@ -119,6 +123,7 @@ def test_an_internal_request_gives_way_in_the_middle(launch, how, options):
     assert done["outputs"] == ({"crowd": 4} if how == "crowd" else {})
 
 
+@pytest.mark.takes_turns("canary-vllm's test of the same name")
 def test_the_end_of_canary_ends_an_internal_request(launch):
     """Whoever asked hears of it, and the engine goes on."""
     done = launch({"options": OPTIONS}, **ASKED).recompute_aborted(tokens=150, how="close")

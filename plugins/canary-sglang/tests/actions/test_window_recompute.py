@@ -5,7 +5,11 @@ import pytest
 from tools.recompute_verdicts import ALL, clean, told
 from tools.recomputes import QUIET, prompt
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("windows")]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("windows"),
+    pytest.mark.takes_turns("models without windows, and canary-vllm's windows", unit="windows"),
+]
 
 FIELDS = {
     "options": {

@@ -2,7 +2,10 @@
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.takes_turns("another of these, lists and owners without an engine, and misuse in tests/bugs/sglang"),
+]
 COVERED = pytest.mark.beyond_ci("misuse of a window's allocator, which has two of MHA's")
 SETUPS = ["swa", *(pytest.param(name, marks=COVERED) for name in ("pages", "mha", "hicache", "eagle"))]
 CACHED = pytest.mark.beyond_ci("the same of a page in the prefix cache")

@@ -14,6 +14,7 @@ UNIFIED = find_spec("sglang") is not None and Version("0.5.19") <= Version(versi
 NAMESPACES = [None, "adapter", "other"]
 """As LoRA adapters have them, which SGLang adds to a request's key in the same way."""
 PYTHON = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+BESIDE = pytest.mark.takes_turns("test_parking, without an engine")
 COVERED = pytest.mark.beyond_ci("a small pool, with chunks, eviction and retraction")
 FOLLOWED = [
     "pressure",
@@ -22,6 +23,7 @@ FOLLOWED = [
 NOT_FOLLOWED = {"swa": "FULL, SWA", "hicache": "host memory", "mamba2": "FULL, MAMBA", "eagle": "speculative decoding"}
 
 
+@BESIDE
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_an_engine_parks_what_its_cache_does_not_lock(launch, name):
     """Traffic with prefix hits in three namespaces, chunks, and, in a small pool, eviction and retraction; random
@@ -58,6 +60,7 @@ def test_the_overlap_scheduler_parks_alike(launch):
     assert engine.findings()["violations"] == []
 
 
+@BESIDE
 @pytest.mark.parametrize(
     "name", ["swa", *(pytest.param(name, marks=COVERED) for name in ("hicache", "mamba2", "eagle", "radix_off"))]
 )

@@ -34,6 +34,9 @@ def test_identities_share_nothing_and_are_silent(launch):
     pytest.mark.beyond_ci("that of MHA and the small pool; other pools' prefix hashes are made alike"),
     name=["swa", "hicache", "mamba2", "eagle", "standalone"],
 )
+@pytest.mark.where(
+    pytest.mark.takes_turns("identities that share nothing, one after another"), name=["mha", "pressure"]
+)
 @pytest.mark.parametrize("name", ["mha", "pressure", "swa", "hicache", "mamba2", "eagle", "standalone"])
 def test_mixed_traffic_of_several_identities_is_clean(start, name):
     """Requests of three identities in the same batches: prefix hits within each, chunked prefills, retraction, windows,
@@ -53,6 +56,7 @@ def test_mixed_traffic_of_several_identities_is_clean(start, name):
     assert (retracted > 0) == (name == "pressure")
 
 
+@pytest.mark.takes_turns("another of these, and those of canary-vllm and Transformers")
 @pytest.mark.parametrize(
     ("field", "identities", "said"),
     [
@@ -89,12 +93,14 @@ def test_a_prefix_hit_across_identities_is_told(launch, field, identities, said)
     assert "tenant" not in found["explanation"]
 
 
+CONTENTS = pytest.mark.takes_turns("canary-vllm's test_contents: images and embeddings")
 CHUNKED = {"options": {"chunked_prefill_size": 32}}
 VISION = {"options": {"model": "qwen2_vl", "enable_multimodal": True}}
 SEEN = [*PROMPT[:10], 252, *[255] * 8, 253, *PROMPT[10:]]
 """A prompt with an image of eight tokens, from position 11 on."""
 
 
+@CONTENTS
 def test_images_are_told_apart_and_are_silent(launch):
     """The same image hits its own prefix, another one only what is before it; chunked or not, nothing is found, and
     every slot that is read is known."""
@@ -107,6 +113,7 @@ def test_images_are_told_apart_and_are_silent(launch):
     assert len({tuple(tokens[11:19]) for tokens in told["tokens"]}) == 2
 
 
+@CONTENTS
 def test_a_prefix_hit_across_images_is_told(launch):
     """The keys of the radix cache lack the image: the second request is given the KV of the first one's."""
     engine = launch(VISION)
@@ -125,6 +132,7 @@ def test_a_prefix_hit_across_images_is_told(launch):
     )
 
 
+@CONTENTS
 def test_overriding_embeddings_are_told_apart(launch):
     """Requests with embeddings in the place of some tokens: twice the same ones, in chunks. Nothing is found. Then the
     plain tokens: SGLang inserts KV of embeddings into the prefix cache under the placeholders, and so gives it to the
@@ -143,6 +151,7 @@ def test_overriding_embeddings_are_told_apart(launch):
     assert found[0]["stored_identity"].startswith("embeddings #")
 
 
+@CONTENTS
 def test_other_embeddings_given_in_chunks_are_told(launch):
     """The same placeholders with other embeddings, in chunks: SGLang matches nothing for such a request at first, but
     after its first chunk gives it the cached KV of the earlier one's. The finding names both contents."""

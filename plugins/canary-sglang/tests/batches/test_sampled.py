@@ -54,6 +54,7 @@ def test_wrong_answers_are_found(start):
     }
 
 
+@pytest.mark.takes_turns("the same with the plain loop")
 def test_under_the_overlap_scheduler(launch):
     """A forward is issued before the host knows what was sampled: silent in random traffic with aborts, and exchanged
     tokens are told like without it."""

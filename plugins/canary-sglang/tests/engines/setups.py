@@ -15,6 +15,9 @@ HICACHE_COVERED_BY = "records that travel and walks through nodes in host memory
 SPECULATION_COVERED_BY = "a draft model's batches, without an engine"
 """What CI runs in place of engines for which it has no time."""
 
+MHA_AND_SWA = "all of this with one pool and with a window's"
+"""What CI runs beside engines that take turns."""
+
 HICACHE: dict[str, Any] = {
     "enable_hierarchical_cache": True,
     "hicache_ratio": 8.0,
@@ -60,6 +63,8 @@ class Setup:
     """Most time for one answer of the engine's process, its start included; then it is ended."""
     covered_by: str = ""
     """What CI runs in place of `test_engine` with this engine, for which it has no time; empty where it does."""
+    beside: str = ""
+    """What CI runs of `test_engine` for each commit, where it runs this engine for one of three; else empty."""
     older_release: bool = False
     """Whether CI runs `test_engine` with it on an older SGLang, too."""
     driver: str = "driver"
@@ -145,8 +150,8 @@ SPECULATIVE = {
 
 SETUPS = {
     "mha": Setup(storm_steps=600, older_release=True),
-    "pages": Setup({"page_size": 4}, TRITON, storm_steps=200),
-    "fp8": Setup({"kv_cache_dtype": "fp8_e4m3"}),
+    "pages": Setup({"page_size": 4}, TRITON, storm_steps=200, beside=MHA_AND_SWA),
+    "fp8": Setup({"kv_cache_dtype": "fp8_e4m3"}, beside=MHA_AND_SWA),
     "swa": Setup(
         {"model": "cohere2", "swa_full_tokens_ratio": 1.0},
         # Where window slots lie has a say in outputs (`torch_native` looks for them where full slots lie), so it must
@@ -163,14 +168,15 @@ SETUPS = {
         new_tokens=4,
         storm_steps=20,
         storm_prefix=8,
+        beside=MHA_AND_SWA,
     ),
     "pressure": Setup(
         {"max_total_tokens": 112, "chunked_prefill_size": 32, "schedule_conservativeness": 0.1},
         prompts=16,
         new_tokens=24,
         storm_steps=600,
+        beside=MHA_AND_SWA,
     ),
-    "mixed": Setup({"enable_mixed_chunk": True, "chunked_prefill_size": 16}),
     "deepseek_v4": Setup(
         {
             "model": "deepseek_v4",
@@ -188,7 +194,9 @@ SETUPS = {
         storm_prefix=600,
         since="0.5.21",
         left_out=frozenset({"swa", "c4", "c128", "c4_state", "c128_state"}),
+        beside=MHA_AND_SWA,
     ),
+    "mixed": Setup({"enable_mixed_chunk": True, "chunked_prefill_size": 16}, beside=MHA_AND_SWA),
     "hicache": Setup(
         HICACHE,
         covered_by=HICACHE_COVERED_BY,
@@ -206,6 +214,7 @@ SETUPS = {
         new_tokens=4,
         regions=("full", "mamba"),
         storm_steps=20,
+        beside=MHA_AND_SWA,
     ),
     "gated_delta": Setup(
         {"model": "qwen3_5", "dtype": "float16", "max_mamba_cache_size": 16},
@@ -231,7 +240,7 @@ SETUPS = {
         since="0.5.21",
         covered_by=STATES_COVERED_BY,
     ),
-    "radix_off": Setup({"disable_radix_cache": True}),
+    "radix_off": Setup({"disable_radix_cache": True}, beside=MHA_AND_SWA),
 }
 
 

@@ -27,7 +27,11 @@ STORAGE = {
 }
 PRIVATE = {"CANARY_LEDGER_PRIVATE": "HiCacheFile", "CANARY_READ_CHECK": "0"}
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("hicache_storage")]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("hicache_storage"),
+    pytest.mark.takes_turns("the ledger in the core's tests, and what canary-vllm loads", unit="storage"),
+]
 
 
 def prompts(seed: int, count: int = 8) -> list[list[int]]:

@@ -62,6 +62,7 @@ def looked_at(model: Any, rules: Any) -> dict[int, Any]:
     return found
 
 
+@pytest.mark.takes_turns("other types of models")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", sorted(ATTENTION_TYPES))
 def test_each_known_type_computes_what_its_rule_says(kind, backend):

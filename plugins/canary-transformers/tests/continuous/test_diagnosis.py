@@ -11,6 +11,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.takes_turns("other injuries, and canary-sglang's test of the same name")
 @pytest.mark.parametrize("name", [name for name in INJURIES if name not in CANNOT])
 def test_the_first_diagnosis_is_right(name):
     """Of the one incident that it is."""

@@ -38,6 +38,7 @@ def test_clean_traffic_raises_no_alarm_and_keeps_its_outputs(kind, shape, guard)
     assert min(stats[name] for name in ("forwards", "checked_slots", "recorded_slots", "checked_bytes")) > 0
 
 
+@pytest.mark.takes_turns("other seeds, and clean traffic of all shapes above")
 @pytest.mark.parametrize("seed", range(10))
 def test_no_alarm_under_pressure_whatever_the_seed(seed, guard):
     """Ten seeds of the load that moves blocks most, on the model with both regions."""

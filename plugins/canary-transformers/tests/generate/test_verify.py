@@ -19,6 +19,7 @@ from canary_core import CanaryError, Kind
 from canary_core.watchers.recompute import sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+BESIDE = pytest.mark.takes_turns("the same of Llama in float32")
 
 
 @pytest.fixture
@@ -54,7 +55,14 @@ def after(tokens: int, act: Callable[[], None]) -> dict[str, Any]:
     return {"stopping_criteria": StoppingCriteriaList([After(tokens, act)])}
 
 
-@pytest.mark.parametrize(("kind", "floats"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma3", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "floats"),
+    [
+        ("llama", "float32"),
+        pytest.param("llama", "bfloat16", marks=BESIDE),
+        pytest.param("gemma3", "bfloat16", marks=BESIDE),
+    ],
+)
 def test_weights_changed_in_the_middle_of_an_answer_are_found(kind, floats, answers):
     """In both rows, one behind padding; from layer 1 on. An answer of the new weights alone is the same."""
     one = answers(kind, floats)
@@ -74,7 +82,7 @@ def test_weights_changed_in_the_middle_of_an_answer_are_found(kind, floats, answ
     assert [answer.verdict for answer in one.verdicts()] == ["same"]
 
 
-@pytest.mark.parametrize("floats", ["float32", "bfloat16"])
+@pytest.mark.parametrize("floats", ["float32", pytest.param("bfloat16", marks=BESIDE)])
 @pytest.mark.parametrize(
     ("fault", "rule", "layer"),
     [(skipped_layer, "attention", 2), (shifted_positions, "input", 0)],
@@ -97,7 +105,7 @@ def test_a_later_call_that_is_broken_is_found(fault, rule, layer, floats, answer
     assert 40 <= found.position <= 42
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=BESIDE)])
 def test_attention_one_short_in_decodes_is_found(kind, answers, monkeypatch):
     """From the first decode on; layers with a window and without."""
     one = answers(kind)
@@ -113,7 +121,14 @@ def test_attention_one_short_in_decodes_is_found(kind, answers, monkeypatch):
     assert found.position >= PROMPT
 
 
-@pytest.mark.parametrize(("kind", "floats"), [("llama", "float32"), ("mistral", "float32"), ("gemma3", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "floats"),
+    [
+        ("llama", "float32"),
+        pytest.param("mistral", "float32", marks=BESIDE),
+        pytest.param("gemma3", "bfloat16", marks=BESIDE),
+    ],
+)
 def test_clean_answers_are_never_blamed(kind, floats, answers):
     """Of several rows, padded, sampled, in chunks and beams, with static caches, and continued."""
     one = answers(kind, floats)
@@ -144,7 +159,9 @@ def test_clean_answers_are_never_blamed(kind, floats, answers):
     assert one.guard.violations == []
 
 
-@pytest.mark.parametrize("recompute", ["0", "100%"])
+@pytest.mark.parametrize(
+    "recompute", [pytest.param("0", marks=pytest.mark.takes_turns("the same by the setting")), "100%"]
+)
 def test_answers_are_the_same_bit_for_bit(recompute, answers):
     """Sampled ones, with rows computed again at every step, by a call or by the setting, and without: the same tokens,
     and the same KV."""

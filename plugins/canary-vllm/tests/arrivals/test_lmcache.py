@@ -9,6 +9,7 @@ from vllm_on_cpu.scripts import told_by
 pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.xdist_group("processes"),
+    pytest.mark.takes_turns("test_loads: a connector in one process"),
     pytest.mark.skipif(find_spec("lmcache") is None, reason="lmcache is not installed; see docs/evidence.md"),
 ]
 

@@ -20,7 +20,10 @@ CONNECTOR = dict(
 SIZE = 32
 
 
-@pytest.fixture(scope="module", params=["no prefix cache", "prefix cache"])
+ALONE = pytest.mark.takes_turns("the same beside vLLM's own prefix cache", unit="loads without a prefix cache")
+
+
+@pytest.fixture(scope="module", params=[pytest.param("no prefix cache", marks=ALONE), "prefix cache"])
 def engine(request) -> Any:
     """vLLM with a connector that is not its own; it alone brings KV back, or beside vLLM's own prefix cache."""
     from vllm_on_cpu.engine import SmallEngine
@@ -314,6 +317,7 @@ def arrivals(guarded: Guarded) -> list[Any]:
 
 
 @pytest.mark.xdist_group("processes")
+@pytest.mark.takes_turns("the V1 runner, in one process")
 def test_the_v2_runner_is_told_as_well():
     """In a process of its own, with Triton's interpreter: clean reloads are silent, a flip is named, whether blocks
     come while the forward runs or steps before. With protect an answer is computed from what was found in neither."""
@@ -351,6 +355,7 @@ def test_kv_of_older_weights_that_a_connector_brings_is_told_with_the_update(eng
 
 
 @pytest.mark.xdist_group("processes")
+@pytest.mark.takes_turns("loads of engines without drafts, in one process")
 def test_draft_layers_that_a_tier_leaves_out_are_told():
     """A connector that brings the draft model's layers, too, is silent, whether loads run beside the forward or before
     it; one that leaves them as they were is told, in the draft model's region alone."""

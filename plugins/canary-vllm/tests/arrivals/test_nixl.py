@@ -8,6 +8,7 @@ from vllm_on_cpu.scripts import told_by
 pytestmark = [
     pytest.mark.timeout(500),
     pytest.mark.xdist_group("processes"),
+    pytest.mark.takes_turns("test_loads: a connector in one process"),
     pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed; see docs/evidence.md"),
 ]
 BLOCK = 32
