@@ -34,6 +34,6 @@ def test_a_draft_models_layers_are_guarded(method):
     assert told["stores"] > 100
     assert told["found"] == told["poked"] != []
     assert told["flipped"] == ["draft"]
-    assert "differs" not in told["again"].pop("fresh")
-    brought = {"hits": "differs", "found": [["RECOMPUTE", 1, "hits", "brought"]], "left_out": ["draft"]}
-    assert told["again"] == brought
+    # In 32-bit floats both ways are equal bit for bit.
+    well = {"verdicts": ["same"] * 3, "found": 0, "compared": ["full"], "left_out": ["draft"]}
+    assert told["again"] == well

@@ -9,8 +9,8 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
 
 
 def test_adapters_are_well_and_one_that_changed_under_a_kept_cache_is_told(launch):
-    """Two adapters and none in one batch are well. Once the weights of one are others, what it left is told at a hit and
-    without, and nothing of the rest; and once it is unloaded, nothing of it is computed again."""
+    """Two adapters and none in one batch are well. Once the weights of one are others, what it left is told at a hit,
+    and without one, and nothing of the rest; and once it is unloaded, nothing of it is computed again."""
     engine = launch({"options": {**OPTIONS, **ADAPTERS}}, **{**QUIET, **ALL})
     done = engine.adapted_traffic(rounds=44)
     clean(done)

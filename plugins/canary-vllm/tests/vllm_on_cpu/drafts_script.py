@@ -38,33 +38,26 @@ def own_weights(runner: Any) -> None:
 
 
 def recomputed(engine: Any) -> dict[str, Any]:
-    """Fresh requests, one at a time, computed again: verdicts, until the noise is known; then the verdict on a hit under
-    another weight. And what is left out."""
+    """Fresh requests, one at a time, computed again: verdicts, findings, and regions that are left out."""
     from canary_vllm.hooks import HOOKS
 
     from vllm_on_cpu import guarded, verified
 
     with guarded.guard(engine, read_check=0, scrub_budget="0", bytes="off") as guard:
-        (session,) = HOOKS.sessions
         verdicts: list[str] = []
-        while not session.recomputed.judge.noise.known and len(verdicts) < 20:
-            name = f"fresh {len(verdicts)}"
+        for name in ("first", "second", "third"):
             verified.begin(engine, verified.DECODED, {name: verified.prompt(name, 30)})
             verdicts += [one.verdict for one in verified.verify(engine, name)]
             engine.core.abort_requests([name])
             verified.finish(engine)
-        verified.begin(engine, 2, {"before": verified.prompt("weights")})
-        engine.core.abort_requests(["before"])
-        verified.finish(engine)
-        with verified.scaled(engine, "model.layers.0.post_attention_layernorm.weight", 1.05):
-            verified.begin(engine, 2, {"hits": verified.prompt("weights")})
-            (hits,) = verified.verify(engine, "hits")
-            verified.finish(engine)
-        guard.canary.drain()
         (left_out,) = guard.findings.told("recompute_left_out")
-        found = [[v.kind.name, v.layer, v.request, v.rule] for v in guard.findings.violations]
-        sources = {one.split()[0] for one in left_out.fields["sources"]}
-        return {"fresh": verdicts, "hits": hits.verdict, "found": found, "left_out": sorted(sources)}
+        guard.canary.drain()
+        (session,) = HOOKS.sessions
+        compared = {one.region for answer in session.recomputed.answers for one in answer.layers}
+        return {
+            "verdicts": verdicts, "found": len(guard.findings.violations), "compared": sorted(compared),
+            "left_out": sorted({one.split()[0] for one in left_out.fields["sources"]}),
+        }  # fmt: skip
 
 
 def main() -> None:
