@@ -77,6 +77,10 @@ class InternalRequests(ABC):
     def room(self, request: str) -> bool:
         """Whether no request waits, and a second ``request`` would fit in beside all others."""
 
+    def hindered(self, prefix: ParkedPrefix) -> str | None:
+        """Why ``prefix`` can't be computed again just now, None if it can: an adapter must be loaded already."""
+        return None
+
     def spare(self, request: str) -> bool:
         """Whether there is room for a parked prefix in blocks without use for the prefix cache."""
         return False

@@ -14,12 +14,13 @@ KeyedBlock = tuple[Any, Any]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BlockPrefix(ParkedPrefix):
-    """Takes the place of the engine's own request in the making of an internal one."""
+    """Takes the place of the engine's own request in the making of an internal one. lora_request: the request's adapter
+    as the engine knows it, None for none."""
 
     groups: Sequence["_Group"] = field(default=(), repr=False)
+    lora_request: Any = None
 
     client_index = 0
-    lora_request = None
 
     @property
     def all_token_ids(self) -> Sequence[int]:

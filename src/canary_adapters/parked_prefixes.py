@@ -19,8 +19,8 @@ PARKED = "canary-parked-"
 ALL_PARKED = "canary-all-parked"
 """The prefixes of all remembered requests."""
 
-LOST_ADAPTER = "its adapter may be another one by now, or gone, and an engine can end where it loads none"
-"""Reason against a second computation of a request with an adapter."""
+LOST_ADAPTER = "its adapter is not loaded just now, or about to be replaced: an engine can end where it loads none"
+"""Reason against a second computation of a prefix computed with an adapter."""
 
 REMEMBERED = 2
 """Remembered tokens of ended requests for each token of the prefix cache: prefixes are shared."""

@@ -42,25 +42,28 @@ class ParkedProofs:
         if isinstance(known, str):
             return NOT_REMEMBERED.format(why=known)
         prefix = known.get(request.removeprefix(PARKED))
-        return UNKNOWN_PREFIX if prefix is None else prefix.why or prefix
+        return UNKNOWN_PREFIX if prefix is None else prefix.why or self._engine.hindered(prefix) or prefix
 
     def waits(self) -> float | None:
         """Seconds until an idle engine may prove the next one; None where it remembers none."""
         known = self._engine.parked
         return None if isinstance(known, str) or not known.names() else max(self._rest_until - self._clock(), 0.0)
 
-    def begin(self) -> tuple[ParkedPrefix | None, bool]:
-        """The least recently proven one with enough left and without need for the eviction of another; and whether
-        some had such a need."""
-        known, crowded = self._engine.parked, False
+    def begin(self) -> tuple[ParkedPrefix | None, str | None]:
+        """The least recently proven one with enough left, no `InternalRequests.hindered`, and without need for the
+        eviction of another; and the counter of what another one lacked, None for nothing."""
+        known, lacks = self._engine.parked, None
         self._rest_until = self._clock() + REST_S
         for prefix in () if isinstance(known, str) else known.by_proof():
             if prefix.left() >= LEAST_TOKENS:
-                if self._engine.spare(f"{PARKED}{prefix.name}"):
+                if self._engine.hindered(prefix) is not None:
+                    lacks = lacks or "parked_no_adapter"
+                elif self._engine.spare(f"{PARKED}{prefix.name}"):
                     self._idle_since = self._clock()
-                    return prefix, crowded
-                crowded = True
-        return None, crowded
+                    return prefix, lacks
+                else:
+                    lacks = "parked_no_room"
+        return None, lacks
 
     def rest(self, share: float) -> None:
         """After a proof in an idle engine, as long as the share says; time of other batches does not count."""

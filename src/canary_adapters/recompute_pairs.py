@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -101,6 +101,8 @@ class RecomputePairs:
         """Has an idle scheduler of the same process look for wanted requests; on any thread."""
         self.whole = True
         """Whether this process holds the KV of all layers and heads; set before the first pair comes."""
+        self.adapters: Callable[[], Container[int]] = tuple
+        """Numbers of the adapters that are loaded, so that a request with one of these loads nothing."""
         canary.verifier = self
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from canary_adapters.internal_requests import LEAST_TOKENS, PREFIX, Internal, InternalRequests, RecomputePair, Running
-from canary_adapters.parked_prefixes import ALL_PARKED, PARKED
+from canary_adapters.parked_prefixes import ALL_PARKED, LOST_ADAPTER, PARKED
 from canary_adapters.parked_proofs import ParkedProofs, too_little
 from canary_adapters.touched_requests import TouchedRequests
 from canary_core import Event, emit
@@ -27,6 +27,7 @@ NO_CHOICE = {
     "recompute_no_room": "requests of users wait, or fill the batch or the pool: no second one fits in beside them",
     "recompute_too_short": f"without a hit or a preemption they must have {LEAST_TOKENS} decoded tokens",
     "parked_no_room": "the prefix cache fills the pool, and an idle engine evicts nothing of it for a proof",
+    "parked_no_adapter": f"of what ended requests left: {LOST_ADAPTER}",
 }
 """Reasons for which nothing is computed again, by the name of the counter."""
 
@@ -77,8 +78,10 @@ class Recomputes:
         if one is not None:
             if self._engine.crowded(one.name):
                 self._give_way()
-            elif not self._goes_on(one):
-                self._give_up(GONE)
+            else:
+                why = self._ends(one)
+                if why is not None:
+                    self._give_up(why)
         self._begin_wanted()
         if self._one is None and self._share and self._credit >= 0 and self._step % EVERY == 0:
             chosen = self._choice()
@@ -97,11 +100,12 @@ class Recomputes:
         one = self._one
         if one is not None:
             computed = self._engine.computed(one.name)
-            if not self._goes_on(one) or computed is None:
-                self._give_up(GONE)
+            why = GONE if computed is None else self._ends(one)
+            if why is not None:
+                self._give_up(why)
             elif not computed and one.waited:
                 self._give_way()
-            elif computed >= one.target.tokens:
+            elif computed is not None and computed >= one.target.tokens:
                 self._one = None
                 self._missed.append(self._pair(one))
                 self._count(one)
@@ -134,11 +138,11 @@ class Recomputes:
         seconds = self._proofs.waits() if self._one is None and self._share else None
         if seconds != 0.0:
             return seconds
-        chosen, crowded = self._proofs.begin()
+        chosen, lacks = self._proofs.begin()
         if chosen is not None:
             self._begin(f"{PARKED}{chosen.name}", asked=False)
-        elif crowded:
-            self._starves("parked_no_room")
+        elif lacks is not None:
+            self._starves(lacks)
         return None
 
     def stop(self, why: str) -> None:
@@ -235,11 +239,12 @@ class Recomputes:
         if not asked and parked is None:
             self._credit -= target.tokens
 
-    def _goes_on(self, one: Internal) -> bool:
+    def _ends(self, one: Internal) -> str | None:
+        """Why nothing comes of it any more, None if it goes on."""
         if one.parked is not None:
-            return one.parked.left() >= LEAST_TOKENS
+            return self._engine.hindered(one.parked) if one.parked.left() >= LEAST_TOKENS else GONE
         now = self._engine.find(one.target.name)
-        return now is not None and now.life == one.target.life
+        return None if now is not None and now.life == one.target.life else GONE
 
     def _give_way(self) -> None:
         """For now. Whoever asked waits on."""

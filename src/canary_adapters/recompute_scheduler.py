@@ -10,7 +10,7 @@ from typing import Any
 from canary_adapters.internal_requests import InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.marked_outputs import WANTED
 from canary_adapters.parked_blocks import BlockPrefix, free_blocks
-from canary_adapters.parked_prefixes import LOST_ADAPTER, GroupBlocks, ParkedPrefixes
+from canary_adapters.parked_prefixes import LOST_ADAPTER, GroupBlocks, ParkedPrefix, ParkedPrefixes
 from canary_adapters.recompute_pairs import RecomputePairs
 from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.touched_requests import TouchedRequests
@@ -85,6 +85,7 @@ class SchedulerRequests(InternalRequests):
         """Whether an idle engine asks workers of other processes for wanted requests."""
         self._patches, self._parks = Patches(), Patches()
         self._timer: threading.Timer | None = None
+        self._here: Sequence[RecomputePairs] = ()
         groups = self._manager.kv_cache_config.kv_cache_groups
         self._block_sizes = [int(group.kv_cache_spec.block_size) for group in groups]
         self.parked = UNREMEMBERED
@@ -124,6 +125,7 @@ class SchedulerRequests(InternalRequests):
         """The engine is about to wait: for a request, or for a call of ``wake`` on any thread."""
         with self._recomputes.sheltered():
             self._stop_timer()
+            self._here = workers.here
             if self._scheduler.pause_state.name != "UNPAUSED":
                 return
             self._want(workers.ask(wake, self.polls))
@@ -167,6 +169,17 @@ class SchedulerRequests(InternalRequests):
         blocks, free = sum(map(len, self.blocks(request))), self._manager.block_pool.get_num_free_blocks()
         seat = len(self._scheduler.running) < self._scheduler.max_num_running_reqs
         return seat and not self._scheduler.waiting and blocks * MOST_OF_FREE <= free
+
+    def hindered(self, prefix: ParkedPrefix) -> str | None:
+        """See `InternalRequests`. An adapter is loaded in all workers, which are in this process, and not replaced in
+        the next batch: a user's request has it there, or there are none."""
+        adapter = prefix.lora_request if isinstance(prefix, BlockPrefix) else None
+        if adapter is None:
+            return None
+        loaded = bool(self._here) and all(adapter.lora_int_id in worker.adapters() for worker in self._here)
+        used = [one.lora_request for one in self._scheduler.running if not is_internal(one.request_id)]
+        alike = any(one is not None and (one.lora_int_id, one) == (adapter.lora_int_id, adapter) for one in used)
+        return None if loaded and (alike or not used) else LOST_ADAPTER
 
     def spare(self, request: str) -> bool:
         """See `InternalRequests`. vLLM takes free blocks from the front."""
@@ -262,9 +275,9 @@ class SchedulerRequests(InternalRequests):
         # vLLM puts eight random digits behind the client's name.
         alias = name[:-9] if re.fullmatch("-[0-9a-f]{8}", name[-9:]) else None
         why = self._why_not(request)
-        if why is None and request.lora_request is not None:
-            why = LOST_ADAPTER
-        prefix = BlockPrefix(name=name, alias=alias, why=why, touches=self._touched.of(name))
+        prefix = BlockPrefix(
+            name=name, alias=alias, why=why, touches=self._touched.of(name), lora_request=request.lora_request
+        )
         if why is None:
             held = zip(self._block_sizes, self._manager.get_blocks(name).blocks, strict=True)
             prefix.take(request.all_token_ids[: _running(request).tokens], held)

@@ -92,6 +92,7 @@ class Event:
     | unjudged            | a request that somebody asked to verify could not be judged, and why; once for a reason |
     | verified            | the verdict on a running request that something else suspected (`canary_suspect`)      |
     | recompute_off       | ``CANARY_RECOMPUTE`` is on, and nothing is computed again (any more): why               |
+    | recompute_left_out  | requests are compared with a second computation but for these sources: sources |
     | recompute_starved   | ``CANARY_RECOMPUTE`` is on, and no request could be chosen for long: looks, reason |
     | recomputed          | a request is computed again because of a finding: request, kind, region, slot          |
     | quarantined         | the prefix of a finding was evicted from the prefix cache: kind, region, slot, tokens  |

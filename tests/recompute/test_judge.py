@@ -149,6 +149,8 @@ def test_what_has_no_numbers_is_told(pool):
     assert pool.judge.judge(cached, {"kv": few}).uncompared == ["kv k.2", "kv k.3"]
     answer = pool.judge.judge(cached, {})
     assert "can be compared as numbers" in answer.reason
+    (left_out,) = pool.findings.told("recompute_left_out")
+    assert (left_out.fields["sources"], pool.canary.stats()["recompute_left_out"]) == (["kv k.2", "kv k.3"], 1)
     assert "not compared: kv k.0, kv k.1" in answer.table()
 
 

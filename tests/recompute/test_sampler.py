@@ -1,5 +1,7 @@
 """Which requests ``CANARY_RECOMPUTE`` picks, and when; its share of the time holds, on a clock of its own."""
 
+import random
+
 import pytest
 import torch
 
@@ -131,6 +133,26 @@ def test_the_share_of_the_time_holds(setting, share, sampled):
     assert 0.9 * share < spent / one.engine.now < 1.05 * share
     assert one.canary.stats()["recompute_same"] > 50
     assert abs(one.canary.stats()["recompute_ms"] - 1000 * spent) < 1
+
+
+def test_others_spend_from_the_same_share(sampled):
+    """As proofs of parked prefixes do: all together is the share, within a tenth."""
+    one, others, draw = sampled("10%"), 0.0, random.Random(1)
+    for turn in range(1000):
+        one.engine.slots.clear()
+        one.engine.free = list(range(SLOTS))
+        one.engine.grow(f"{turn}", 40)
+        if draw.random() < 0.5:
+            one.steps(5)
+            continue
+        one.engine.now += 0.05
+        if not one.recompute.budget.rests:
+            one.engine.now += 0.02
+            one.recompute.budget.spent(0.02)
+            others += 0.02
+    own = one.engine.cost_s * len(one.engine.computed)
+    assert min(own, others) > 0.5
+    assert 0.09 < (own + others) / one.engine.now < 0.11
 
 
 def test_what_was_touched_comes_first_then_what_has_most_to_look_at(sampled):

@@ -4,7 +4,7 @@ and states that the prefix cache keeps: `test_processes`."""
 from functools import cache
 
 import pytest
-from vllm_on_cpu import guarded
+from vllm_on_cpu import guarded, verified
 
 from canary_core import Kind, RegionKind
 
@@ -101,6 +101,22 @@ def test_states_that_two_requests_exchange_are_found(model):
         found = guard.findings.violations
     assert {v.kind for v in found} & {Kind.PREFIX, Kind.TOKEN, Kind.POSITION}
     assert {v.region for v in found} == {"state"}
+
+
+def test_kv_beside_states_is_computed_again_and_states_are_said_to_be_left_out():
+    """In a model with both; the request ends as it would."""
+    small = engine("falcon_h1")
+    with guarded.guard(small, state_interval=1) as guard:
+        verified.begin(small, verified.DECODED, {"beside": verified.prompt("beside", 30)})
+        (answer,) = verified.verify(small, "beside")
+        small.core.abort_requests(["beside"])
+        verified.finish(small)
+        (left_out,) = guard.findings.told("recompute_left_out")
+        assert (answer.verdict, {one.region for one in answer.layers}) == ("same", {"full"})
+        assert {one.split()[0] for one in left_out.fields["sources"]} == {"state"}
+        assert guard.canary.stats()["recompute_left_out"] == 1
+        guard.canary.drain()
+        assert guard.findings.violations == []
 
 
 def test_states_that_a_prefills_kernels_store_are_left_out_with_the_reason():

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import torch
 from tools import (
+    adapters,
     allocator_misuse,
     attention_faults,
     bad_copies,
@@ -83,6 +84,8 @@ class Engine:
             fake_flash_attention.install()
         if options.get("device") != "cuda":
             run_on_cpu(model, options)
+            if options.get("enable_lora"):
+                adapters.without_pins()
         cache_faults.use_swa_radix_cache(options)
         if "tree_core" in options:
             os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = options.pop("tree_core")
@@ -252,6 +255,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         traffic.serve,
         traffic.flush,
         weights.serve_through_updates,
+        adapters.adapted_traffic,
+        adapters.adapted_faults,
+        adapters.unloaded_adapter,
         weights.flip_a_weight,
         weights.update_past_torch,
         storms.storm,

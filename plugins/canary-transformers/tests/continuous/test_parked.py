@@ -230,6 +230,23 @@ def test_an_idle_engine_proves_what_it_remembers(engine, monkeypatch):
     assert {v.request for v in parked.guard.violations if v.kind is Kind.RECOMPUTE} >= {"old", "older"}
 
 
+def test_a_proof_and_running_requests_share_one_budget(engine):
+    """Of 1 %: after the one nothing else is computed for long."""
+    parked = engine(recompute="1%", control="off")
+    parked.ended("old", tokens(parked.random))
+    budget = parked.verifier.recompute.budget
+    for _ in range(8):
+        parked.step()
+    assert budget.rests
+    known, done = parked.verifier._parked.known.get("old"), parked.guard.stats().get("recompute_ms", 0)
+    proven = known.proven
+    budget.spent(1000.0)
+    parked.submit("runs", tokens(parked.random), 40)
+    parked.finish()
+    parked.step(4)
+    assert (known.proven, parked.guard.stats().get("recompute_ms", 0)) == (proven, done)
+
+
 def test_clean_traffic_is_never_blamed(engine):
     """Hits, forks, preemptions and evictions, with prefixes verified while others run and afterwards."""
     parked = engine()

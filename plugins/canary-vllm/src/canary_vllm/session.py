@@ -128,6 +128,7 @@ class Session:
         self.recomputed = RecomputePairs(self.canary, self._tokens, rounding, self.requests.blocks.names, calls)
         self.recomputed.whole = runner.vllm_config.parallel_config.world_size == 1
         self.weights = Weights(self.canary, runner, self._patches, self._reloaded)
+        self.recomputed.adapters = self.weights.adapters
         self._scales = WatchedScales(self.canary, quantized, runners.SCALES) if quantized else None
         self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.

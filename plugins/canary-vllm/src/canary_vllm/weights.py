@@ -1,6 +1,6 @@
 """Loads of weights and adapters into a running engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Weights:
         # Called by whatever brings weights, vLLM's own and that of others.
         self.loads.follow(patches, runner.get_model(), "load_weights")
         manager = getattr(runner, "lora_manager", None)
+        self.adapters: Callable[[], Container[int]] = getattr(manager, "list_adapters", tuple)
         if hasattr(manager, "_load_adapter"):
             patches.follow(manager, "_load_adapter", self._loaded)
 

@@ -37,6 +37,29 @@ def own_weights(runner: Any) -> None:
                     parameter.add_(torch.empty_like(parameter).normal_(0.0, 1.0, generator=maker) * noise)
 
 
+def recomputed(engine: Any) -> dict[str, Any]:
+    """Fresh requests, one at a time, computed again: verdicts, findings, and regions that are left out."""
+    from canary_vllm.hooks import HOOKS
+
+    from vllm_on_cpu import guarded, verified
+
+    with guarded.guard(engine, read_check=0, scrub_budget="0", bytes="off") as guard:
+        verdicts: list[str] = []
+        for name in ("first", "second", "third"):
+            verified.begin(engine, verified.DECODED, {name: verified.prompt(name, 30)})
+            verdicts += [one.verdict for one in verified.verify(engine, name)]
+            engine.core.abort_requests([name])
+            verified.finish(engine)
+        (left_out,) = guard.findings.told("recompute_left_out")
+        guard.canary.drain()
+        (session,) = HOOKS.sessions
+        compared = {one.region for answer in session.recomputed.answers for one in answer.layers}
+        return {
+            "verdicts": verdicts, "found": len(guard.findings.violations), "compared": sorted(compared),
+            "left_out": sorted({one.split()[0] for one in left_out.fields["sources"]}),
+        }  # fmt: skip
+
+
 def main() -> None:
     """Serves without and with Canary, preempting, and up to the longest length, where nothing is drafted; then flips
     bits of the draft model's layers."""
@@ -86,7 +109,7 @@ def main() -> None:
         for v in guard.findings.violations:
             found.append([v.half, v.stored_position if v.position is None else v.position, v.stored_request])
         told["flipped"] = sorted({v.region for v in guard.findings.violations})
-    told |= {"poked": poked, "found": found}
+    told |= {"poked": poked, "found": found, "again": recomputed(engine)}
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     os._exit(0)

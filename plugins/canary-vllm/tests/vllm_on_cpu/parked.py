@@ -1,6 +1,7 @@
 """What ended requests of a small engine left in the prefix cache: by vLLM's own block pool and tensors."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from canary_vllm.hooks import HOOKS
@@ -52,9 +53,9 @@ def every(small: SmallEngine) -> dict[str, Verification]:
     return {answer.request: answer for answer in asked.result(0)}
 
 
-def serve(small: SmallEngine, name: str, prompt: Sequence[int], new_tokens: int = 8) -> list[int]:
-    """One request, from begin to end. Returns the blocks that it had."""
-    small.submit(name, prompt, new_tokens)
+def serve(small: SmallEngine, name: str, prompt: Sequence[int], new_tokens: int = 8, **more: Any) -> list[int]:
+    """One request, from begin to end. Returns the blocks that it had. ``more``: of vLLM's `Request`."""
+    small.submit(name, prompt, new_tokens, **more)
     blocks: list[int] = []
     while small.step():
         blocks = small.blocks(name)[0] if small.running(name) else blocks

@@ -49,6 +49,31 @@ def weighty(name: str = "llama", layers: int = 3) -> str:
     return str(folder)
 
 
+def adapters(model: str, names: str, rank: int = 4) -> dict[str, Any]:
+    """vLLM's requests for LoRA adapters of attention in ``model``, a folder of `weighty`, with weights that matter: one
+    for each letter of ``names``, with number 1 and so on."""
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    config = json.loads((Path(model) / "config.json").read_text())
+    hidden = config["hidden_size"]
+    q, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    parts = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}
+    about = dict(r=rank, lora_alpha=rank, target_modules=[*parts], peft_type="LORA", bias="none", task_type="CAUSAL_LM")
+    made = {}
+    for number, name in enumerate(names, 1):
+        folder, numbers, weights = Path(tempfile.mkdtemp(prefix="adapter-")), torch.Generator().manual_seed(number), {}
+        for layer in range(config["num_hidden_layers"]):
+            for part, (given, out) in parts.items():
+                place = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+                weights[f"{place}.lora_A.weight"] = torch.randn(rank, given, generator=numbers) * given**-0.5
+                weights[f"{place}.lora_B.weight"] = torch.randn(out, rank, generator=numbers) * 0.3
+        save_file(weights, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(about))
+        made[name] = LoRARequest(name, number, str(folder))
+    return made
+
+
 def prompt(seed: object, tokens: int = 70) -> list[int]:
     """One that no other seed begins alike."""
     draw = random.Random(f"verified {seed}")
@@ -111,6 +136,21 @@ def scaled(small: SmallEngine, name: str, factor: float) -> Iterator[None]:
         yield
     finally:
         parameter.data.copy_(kept)
+
+
+@contextmanager
+def scaled_adapter(small: SmallEngine, number: int, layer: int, factor: float) -> Iterator[None]:
+    """The adapter's part of o_proj of ``layer`` changes in place where the engine's kernels read it, unknown to all of
+    vLLM, under a cache that is kept."""
+    slot = small.runner.lora_manager._adapter_manager.lora_index_to_id.index(number)
+    (stacked,) = small.runner.get_model().model.layers[layer].self_attn.o_proj.lora_b_stacked
+    kept = stacked[slot].clone()
+    with torch.inference_mode():
+        stacked[slot].mul_(factor)
+        try:
+            yield
+        finally:
+            stacked[slot].copy_(kept)
 
 
 def hit_under_other_weights(small: SmallEngine) -> list[Verification]:

@@ -44,7 +44,8 @@ class Compared(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """Errors of each region where both sides have slots. missing: what is not compared at all, as region and source by
-    name. left: number of tokens of a parked prefix in slots with unchanged records; None for a running request."""
+    name: recurrent states, say, and a drafter's layers. left: number of tokens of a parked prefix in slots with
+    unchanged records; None for a running request."""
 
     errors: Sequence[Errors]
     missing: Sequence[str]
@@ -77,6 +78,8 @@ class Comparing:
             sources = () if again is None or not known else self._begin(canary.backend, state, slots, again)
             names = {source.name for source in sources}
             self._missing += [f"{name} {source.name}" for source in state.region.sources if source.name not in names]
+        self._missing += [f"{one.name} {source.name}" for one in regions if one.name not in cached.slots
+                          for source in one.sources]  # fmt: skip
         if self._before is not None:
             self._after = ParkedRecords(canary.states, cached)
 

@@ -75,6 +75,7 @@ class RecomputeJudge:
         self._whole = whole
         self.rounding = rounding
         self._told: set[str] = set()
+        self._left_out: list[str] = []
 
     @cached_property
     def noise(self) -> Noise:
@@ -150,6 +151,7 @@ class RecomputeJudge:
             return self.unjudged(cached.request, why, "no_numbers", tokens, (), comparison.missing)
         self._canary.count("recomputed_requests")
         self._canary.count("recomputed_tokens", tokens)
+        self._leaves_out(comparison.missing)
         bounds = self._bounds(comparison)
         layers = self._layers(comparison.errors, bounds)
         # Equal in every bit, whatever the noise may be.
@@ -178,6 +180,15 @@ class RecomputeJudge:
         if why not in self._told and len(self._told) < MOST_REASONS:
             self._told.add(why)
             self._canary.tell(Event("unjudged", "warning", {**about, "reason": why}))
+
+    def _leaves_out(self, sources: Sequence[str]) -> None:
+        """Says which sources no second computation is compared with, whenever there are others."""
+        if not sources:
+            return
+        self._canary.count("recompute_left_out")
+        if list(sources) != self._left_out:
+            self._left_out = list(sources)
+            self._canary.tell(Event("recompute_left_out", "info", {"sources": self._left_out}))
 
     def _bounds(self, comparison: Comparison) -> dict[tuple[str, str], Bound]:
         """By region and source; none as long as the noise is not known, or where it was never compared."""

@@ -17,7 +17,7 @@ from canary_core.watchers.recompute.comparison import Comparing, Comparison
 from canary_core.watchers.recompute.judge import RecomputeHost, RecomputeJudge
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Noise
 from canary_core.watchers.recompute.questions import Questions
-from canary_core.watchers.recompute.sampler import Sampler
+from canary_core.watchers.recompute.sampler import Sampler, TimeShare
 from canary_core.watchers.recompute.verification import Verification
 
 CHUNK_TOKENS = 512
@@ -58,6 +58,8 @@ class Recompute:
         self._canary = canary
         self._clock = clock
         self._sampler = Sampler(canary.config.recompute, clock) if canary.config.recompute else None
+        self.budget = TimeShare(0.0) if self._sampler is None else self._sampler.budget
+        """Of ``CANARY_RECOMPUTE``. Others who compute again without being asked spend from it, too."""
         self._failures = 0
         if canary.verifier is None:
             canary.verifier = self

@@ -17,17 +17,41 @@ MOST_KNOWN = 4096
 """Requests whose last look is remembered."""
 
 
+class TimeShare:
+    """The share of the engine thread's time for all that is computed again without being asked for: after each work
+    there is a rest so long that all work is at most the share of the time, whatever happens between. A ``share`` of 0
+    has no rests.
+
+    clock: seconds of the host.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._share = share
+        self._clock = clock
+        self._rest_until = clock()
+
+    @property
+    def rests(self) -> bool:
+        """Whether the share is used up for now."""
+        return self._clock() < self._rest_until
+
+    def spent(self, seconds: float) -> None:
+        """A work of so many seconds has just ended."""
+        if self._share:
+            self._rest_until = self._clock() + seconds * (1 / self._share - 1)
+
+
 class Sampler:
     """Picks requests: first those that a hit, a fork, an arrival or a preemption touched, then those with the most
-    tokens that were not looked at. A request comes again once it has twice as many tokens as then. After each work
-    there is a rest so long that all work is at most the share of the time, whatever happens between.
+    tokens that were not looked at. A request comes again once it has twice as many tokens as then.
 
-    clock: seconds of the host, of the engine's thread.
+    budget: the share of the time, which others may use up, too. clock: seconds of the host, of the engine's thread.
     """
 
     def __init__(self, share: RecomputeShare, clock: Callable[[], float] = time.perf_counter) -> None:
         self._share = share
         self._clock = clock
+        self.budget = TimeShare(share.share, clock)
         self._rest_until = clock()
         self._waits_since: float | None = None
         self._seen: OrderedDict[str, int] = OrderedDict()
@@ -43,7 +67,7 @@ class Sampler:
     @property
     def rests(self) -> bool:
         """Whether the share is used up for now."""
-        return self.over or self._clock() < self._rest_until
+        return self.over or self.budget.rests or self._clock() < self._rest_until
 
     def gives_way(self, pressed: bool) -> bool:
         """Whether to wait for others. At most `PATIENCE_S` in a row."""
@@ -84,5 +108,4 @@ class Sampler:
             self._seen.popitem(last=False)
         self.verdicts += verdict
         self._waits_since = None
-        if self._share.share:
-            self._rest_until = self._clock() + seconds * (1 / self._share.share - 1)
+        self.budget.spent(seconds)

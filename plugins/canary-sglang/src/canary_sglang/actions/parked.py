@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from canary_adapters import LOST_ADAPTER, ParkedPrefix, ParkedPrefixes, is_internal
+from canary_adapters import ParkedPrefix, ParkedPrefixes, is_internal
 from canary_core import Patches
 from canary_sglang.actions.touches import touches
 from canary_sglang.compat import caches, schedulers
@@ -21,14 +21,14 @@ class RadixPrefix(ParkedPrefix):
     """Takes the place of SGLang's own request in the making of an internal one. content: int64 ids of whole pages.
     cache: the prefix cache, asked anew each time, without a lock and without a change to the order of eviction.
     slots: those of each region, of slots as numbered in the engine's tables. extra_key, cache_salt: as in the request's
-    key there."""
+    key there. lora_id: the request's adapter, None for none."""
 
     cache: Any
     slots: Callable[[Tensor], Sequence[Tensor]]
     extra_key: str | None = None
     cache_salt: str | None = None
+    lora_id: str | None = None
 
-    lora_id = None
     output_ids = NONE
 
     @property
@@ -82,10 +82,7 @@ class RadixPrefixes:
         return insert
 
     def _ended(self, request: Any, tokens: int) -> None:
-        why = schedulers.again_refusal(request)
-        if why is None and request.lora_id is not None:
-            why = LOST_ADAPTER
-        content = NONE
+        why, content = schedulers.again_refusal(request), NONE
         if why is None:
             ids = (request.origin_input_ids + request.output_ids)[:tokens]
             page = int(self.cache.page_size)
@@ -94,5 +91,6 @@ class RadixPrefixes:
             RadixPrefix(
                 name=request.rid, content=content, touches=touches(request), why=why, cache=self.cache,
                 slots=self._slots, extra_key=request.extra_key, cache_salt=request.cache_salt,
+                lora_id=request.lora_id,
             )
         )  # fmt: skip

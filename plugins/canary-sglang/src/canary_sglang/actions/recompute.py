@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from canary_adapters import (
+    LOST_ADAPTER,
     BlockGroup,
     InternalRequests,
+    ParkedPrefix,
     RecomputePair,
     RecomputePairs,
     Recomputes,
@@ -225,6 +227,11 @@ class SchedulerRecompute(InternalRequests):
         tokens = target.tokens + int(scheduler.page_size)
         spare = SPARE * int(scheduler.page_size) * len(scheduler.running_batch.reqs)
         return scheduler.req_to_token_pool.available_size() > 1 and SPARE * tokens + spare <= free
+
+    def hindered(self, prefix: ParkedPrefix) -> str | None:
+        """See `InternalRequests`."""
+        adapter = prefix.lora_id if isinstance(prefix, RadixPrefix) else None
+        return None if adapter is None or adapter in runners.adapters(self._runner) else LOST_ADAPTER
 
     def spare(self, request: str) -> bool:
         """See `InternalRequests`. With so many free slots SGLang evicts nothing."""

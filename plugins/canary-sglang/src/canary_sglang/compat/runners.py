@@ -1,5 +1,6 @@
 """`ModelRunner`: options, and obstacles to a guard."""
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -111,6 +112,12 @@ def window_tokens(runner: Any) -> int | None:
 def most_rows(runner: Any) -> int:
     """Most requests of a forward: the rows of the table, without the one for padding."""
     return int(runner.req_to_token_pool.req_to_token.shape[0]) - 1
+
+
+def adapters(runner: Any) -> Container[str]:
+    """Ids of the LoRA adapters that are loaded."""
+    loaded: Container[str] = getattr(getattr(runner, "lora_manager", None), "loras", ())
+    return loaded
 
 
 def is_elastic(runner: Any) -> bool:

@@ -106,7 +106,6 @@ class LedgerPrefixes:
         self._recomputer, self._recompute = recomputer, recompute
         self.known = ParkedPrefixes.of_cache(self._allocator.num_blocks * group.block_slots)
         self._share = canary.config.recompute.share
-        self._rest_until = 0.0
         self._asked: deque[_Ask] = deque()
         self._closed = False
 
@@ -126,7 +125,7 @@ class LedgerPrefixes:
     @property
     def due(self) -> bool:
         """Whether `serve` has something to do."""
-        return bool(self._asked) or (self._share > 0 and time.perf_counter() >= self._rest_until and self._idle())
+        return bool(self._asked) or (self._share > 0 and self._idle() and not self._recompute().budget.rests)
 
     def serve(self) -> None:
         """Computes one prefix again. On the engine's thread and stream, between forwards; never raises."""
@@ -178,7 +177,8 @@ class LedgerPrefixes:
 
     def _prove(self) -> None:
         """The least recently proven prefix of which enough is left."""
-        if not (self._share and self._idle()):
+        budget = self._recompute().budget
+        if not self._share or budget.rests or not self._idle():
             return
         began = time.perf_counter()
         able = (one for one in self.known.by_proof() if not self._runs(one.name) and one.left() >= LEAST_TOKENS)
@@ -192,8 +192,7 @@ class LedgerPrefixes:
             finally:
                 self._recomputer.stops = None
             self._canary.count("recompute_ms", round(1000 * (time.perf_counter() - began)))
-        now = time.perf_counter()
-        self._rest_until = now + (now - began) * (1 / self._share - 1)
+        budget.spent(time.perf_counter() - began)
 
     def _verify(self, name: str) -> Verification:
         prefix = None if self._runs(name) else self.known.get(name)
