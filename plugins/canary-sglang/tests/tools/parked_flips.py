@@ -1,8 +1,9 @@
 """Bits that flip in KV parked in the prefix cache, and what is answered from it.
 
-python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [files] [window] [clean], in this folder: a line of
-JSON for each mode. With ``host``, HiCache, whose copies in host memory flip; with ``files``, those in its storage back
-end; with ``window``, a model with sliding windows.
+python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [files] [window] [clean] [x8] [t2], in this folder:
+a line of JSON for each mode and `ROUND` requests, the sums of all so far. With ``host``, HiCache, whose copies in host
+memory flip; with ``files``, those in its storage back end; with ``window``, a model with sliding windows; with ``x8``,
+eight requests at a time; with ``t2``, answers of two tokens.
 """
 
 import contextlib
@@ -65,13 +66,23 @@ with CUDA graphs."""
 QUIET = {"CANARY_READ_CHECK": "0", "CANARY_SCRUB_BUDGET": "0", "CANARY_INCIDENT_LIMIT": "1"}
 """Settings under which only hits are compared."""
 
+ROUND = 1000
+"""Requests after which others are asked."""
+
 PATIENCE = 2000
 PATIENCE_S = 60
 """Turns of the loop, and seconds, for one request, at most."""
 
 
 def serve_parked(
-    engine: Any, count: int, seed: int = 0, flips: bool = True, together: int = 1, where: str = "device", **more: Any
+    engine: Any,
+    count: int,
+    seed: int = 0,
+    flips: bool = True,
+    together: int = 1,
+    where: str = "device",
+    new: int = NEW_TOKENS,
+    **more: Any,
 ) -> dict[str, Any]:
     """Through SGLang's own event loop: ``count`` requests, ``together`` at a time, for a few prompts whose KV is
     parked; before each a random bit of a random layer and half flips in a random slot that it will hit, in SGLang's own
@@ -79,20 +90,20 @@ def serve_parked(
     request will be loaded something from there; ``files``: in every file of its storage back end, before the request
     comes. Counts the answers: ``right`` as the ones before any flip, ``wrong``, or an ``error``, which must be told to
     the client with status 503 and no content; ``kept``: what an erring request had given out, if not the beginning of
-    the right answer. ``more``: fields of SGLang's message."""
+    the right answer. ``new``: tokens of each. ``more``: fields of SGLang's message."""
     draw = random.Random(f"parked {seed}")
     prompts = [[draw.randrange(3, 250) for _ in range(LENGTH)] for _ in range(6)]
-    _answers(engine, [[prompt] for prompt in prompts])
+    _answers(engine, prompts, new)
     engine.scheduler.flush_cache()
-    right = [answer for (answer,) in _answers(engine, [[prompt] for prompt in prompts])]
-    _answers(engine, [[prompt] for prompt in prompts])
+    right = _answers(engine, prompts, new)
+    _answers(engine, prompts, new)
     events, served = len(engine.told.events), Counter[str]()
     told = _listen(engine.scheduler)
     for first in range(0, count, together):
         numbers = [draw.randrange(len(prompts)) for _ in range(min(together, count - first))]
         if flips and where == "files":
             served["flipped"] += _flip_in_files(draw)
-        requests = [engine.submit(prompts[number], NEW_TOKENS, **more) for number in numbers]
+        requests = [engine.submit(prompts[number], new, **more) for number in numbers]
         for request in requests:
             # Where nothing of it is parked any more, the request parks it again.
             if flips and where != "files":
@@ -109,12 +120,12 @@ def serve_parked(
                 served["kept"] += answer != right[number][: len(answer)]
             else:
                 served["right" if answer == right[number] else "wrong"] += 1
-    new = engine.told.events[events:]
+    since = engine.told.events[events:]
     names = ("recomputed", "aborted", "quarantined", "quarantine_failed", "disabled", "reporting_failed")
     return {
         "asked": count,
         **{name: served[name] for name in ("flipped", "right", "wrong", "error", "kept")},
-        **{name: sum(event.name == name for event in new) for name in names},
+        **{name: sum(event.name == name for event in since) for name in names},
         "retracted": sum(request.retraction_count for request in engine.requests[-count:]),
         **_arrivals(engine),
         "hit_slots": engine.session.canary.stats().get("hit_slots", 0),
@@ -138,12 +149,12 @@ def _flip_in_files(draw: random.Random) -> bool:
     return bool(files)
 
 
-def _answers(engine: Any, rounds: list[list[list[int]]]) -> list[list[list[int]]]:
+def _answers(engine: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
     answers = []
-    for prompts in rounds:
-        requests = [engine.submit(prompt, NEW_TOKENS) for prompt in prompts]
-        _run(engine, requests)
-        answers.append([list(request.output_ids) for request in requests])
+    for prompt in prompts:
+        request = engine.submit(prompt, new)
+        _run(engine, [request])
+        answers.append(list(request.output_ids))
     return answers
 
 
@@ -225,7 +236,9 @@ def main() -> None:
 
     words = sys.argv[2:]
     beside = ("gpu", "overlap", "host", "files", "window")
-    modes = [word for word in words if word not in (*beside, "clean")] or ["report", "protect"]
+    numbers = {word[0]: int(word[1:]) for word in words if word[1:].isdecimal()}
+    size = {"together": numbers.get("x", 1), "new": numbers.get("t", NEW_TOKENS)}
+    modes = [word for word in words if word.isalpha() and word not in (*beside, "clean")] or ["report", "protect"]
     kernels = {**TRITON, "CANARY_BACKEND": "torch"} if {"files", "window"} & set(words) else {}
     kind = " ".join(word for word in beside if word in words) or "plain"
     setup = Setup(OPTIONS[kind], kernels, patience_s=600)
@@ -234,9 +247,17 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             store = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": folder}
             engine = EngineProcess(setup, Path(folder), CANARY_ON_VIOLATION=mode, **QUIET, **PRIVATE, **store)
-            served = engine.serve_parked(count=int(sys.argv[1]), flips="clean" not in words, where=where)
-            sys.stdout.write(json.dumps({"mode": mode, **served}) + "\n")
-            sys.stdout.flush()
+            served, began, count = Counter[str](), time.monotonic(), int(sys.argv[1])
+            for first in range(0, count, ROUND):
+                part = {"count": min(ROUND, count - first), "seed": first // ROUND, **size}
+                found = engine.serve_parked(flips="clean" not in words, where=where, **part)
+                # Counted by Canary since the engine began.
+                served |= {name: found.pop(name) for name in [*found] if name.startswith(("hit_", "ledger_"))}
+                served += Counter(found)
+                rate = round(served["asked"] / (time.monotonic() - began), 1)
+                told = {name: served[name] for name in (*found, *served)}
+                sys.stdout.write(json.dumps({"mode": mode, **told, "per_s": rate}) + "\n")
+                sys.stdout.flush()
             engine.close()
 
 

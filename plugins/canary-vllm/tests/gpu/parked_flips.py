@@ -109,7 +109,7 @@ def run(count: int, mode: str, ahead: bool, clean: bool) -> str:
     """A process of this file: its row, and how often requests were computed again."""
     environment = {**os.environ, **ENVIRONMENT, "CANARY_ON_VIOLATION": mode}
     command = [sys.executable, __file__, str(count), *["clean"] * clean, "--child", *["--ahead"] * ahead]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400 + count, check=False)
     rows = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line.startswith("ROW ")]
     told = {name: done.stderr.count(f'"event": "{name}"') for name in ("recomputed", "aborted", "disabled")}
     return f"{rows[0]} {told}" if rows else done.stderr[-2000:]
