@@ -272,13 +272,23 @@ def test_hits_that_can_not_be_compared_are_told(engine):
 
 
 @pytest.mark.xdist_group("processes")
-@pytest.mark.beyond_ci("tests of one process here, tests/adapters/test_verdict_pipe.py, and test_processes: tp2")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_finds_is_not_given_out_by_the_other(rank):
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        ("1", ["late"]),
+        *(
+            pytest.param(rank, words, marks=pytest.mark.beyond_ci("rank 1, late; and test_processes: tp2"))
+            for rank, words in (("0", []), ("1", []), ("0", ["late"]))
+        ),
+    ],
+)
+def test_what_one_rank_finds_is_not_given_out_by_the_other(rank, words):
     """Two tensor-parallel workers and the scheduler, each in a process of its own: bits flip in the shard of one rank
-    only, also of the one whose outputs vLLM does not take, and every answer is right."""
-    told = told_by("protect_script", str(rank), "4", plugins="vllm", CANARY_ON_VIOLATION="protect")
-    assert told == {"asked": 4, "right": 4, "wrong": 0, "error": 0}
+    only, also of the one whose outputs vLLM does not take, and every answer is right. Also where a rank knows what it
+    has found when it knows its tokens, as on a GPU, with asynchronous scheduling."""
+    quiet = dict(CANARY_ON_VIOLATION="protect", CANARY_SCRUB_BUDGET="0")
+    told = told_by("protect_script", rank, "6", *words, plugins="vllm", **quiet)
+    assert told == {"asked": 6, "right": 6, "wrong": 0, "error": 0}
 
 
 @pytest.mark.xdist_group("processes")

@@ -1,6 +1,6 @@
 """Whether all workers of an engine are guarded: answers, and the way to the scheduler's process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import canary_core
@@ -34,6 +34,23 @@ def question(verdicts: str) -> Callable[[Any], dict[str, Any]]:
             return {"host": socket.gethostname(), "process": os.getpid(), "missing": missing}
 
     return ask
+
+
+class EveryRank:
+    """In the place of vLLM's aggregator of what connectors say. With one, the executor takes the output of a step when
+    every rank has sent its own, for which a rank waits for its tokens, and looks at what it has found."""
+
+    def aggregate(self, outputs: Sequence[Any], output_rank: int = 0) -> Any:
+        """The output of vLLM's choice."""
+        return outputs[output_rank]
+
+
+def await_all(executor: Any) -> None:
+    """No output is taken from ``executor`` before each rank has ended its step. A connector's own aggregator, which
+    vLLM sets later, does the same."""
+    executor.kv_output_aggregator = executor.kv_output_aggregator or EveryRank()
+    # Looked at by vLLM's older Ray executor.
+    executor.has_connector = True
 
 
 def call(core: Any, config: CanaryConfig, verdicts: str = "") -> tuple[RollCall, list[int]]:

@@ -2,7 +2,10 @@
 line of JSON: ``asked`` requests that hit flipped blocks, how many answers were ``right`` and ``wrong``, and how many
 ended with an ``error``.
 
-    python -m vllm_on_cpu.protect_script RANK COUNT
+    python -m vllm_on_cpu.protect_script RANK COUNT [late] [ray]
+
+With ``late``, asynchronous scheduling, and each rank knows what it has found when it knows its tokens, as on a GPU. With
+``ray``, the workers are Ray's.
 """
 
 import json
@@ -31,15 +34,21 @@ def flip(worker: Any, rank: int, turn: int) -> None:
 def main() -> None:
     """Each prompt once, then again and again with flips between."""
     from vllm_on_cpu import models
-    from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS
+    from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS, as_asked_for
+    from vllm_on_cpu.late_verdicts import know_findings_with_tokens
 
-    rank, count = map(int, sys.argv[1:])
+    rank, count = map(int, sys.argv[1:3])
+    late = "late" in sys.argv
     cores = sorted(os.sched_getaffinity(0))
     own = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     os.environ.update({**ENVIRONMENT, **own, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model=models.folder("llama", Path(tempfile.mkdtemp())), **{**OPTIONS, "tensor_parallel_size": 2})
+    options = {**OPTIONS, "tensor_parallel_size": 2, "async_scheduling": late}
+    if "ray" in sys.argv:
+        options["distributed_executor_backend"] = "ray"
+    with as_asked_for():
+        llm = LLM(model=models.folder("llama", Path(tempfile.mkdtemp())), **options)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
 
     def serve(prompt: list[int]) -> tuple[list[int], str]:
@@ -47,6 +56,8 @@ def main() -> None:
         return list(answer.outputs[0].token_ids), str(answer.outputs[0].finish_reason)
 
     right = [serve(prompt)[0] for prompt in PROMPTS]
+    if late:
+        llm.collective_rpc(know_findings_with_tokens)
     told = dict.fromkeys(("asked", "right", "wrong", "error"), 0)
     for turn in range(count):
         number = turn % len(PROMPTS)
