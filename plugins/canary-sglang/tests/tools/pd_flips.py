@@ -211,6 +211,7 @@ def serve_flipped(pair: Pair, count: int, control: str, together: int = 2, seed:
                 served["right" if answer["tokens"] == right[number] else "wrong"] += 1
             else:
                 served[f"error {answer['status']}"] += 1
+                served["given"] += len(answer["tokens"])
                 served["kept"] += bool(answer["tokens"]) and answer["tokens"] != right[number][: len(answer["tokens"])]
                 assert "the KV cache of this request is corrupted" in answer["error"], answer
     again = [pair.serve("nothing", [prompt], new)[0][0] for prompt in prompts]

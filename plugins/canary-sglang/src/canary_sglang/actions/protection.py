@@ -72,6 +72,7 @@ class Protection(Quarantine):
         self._late = False
         self._flying: deque[Any] = deque()
         self._gone: list[Any] = []
+        self._held: list[Any] = []
 
     @hookimpl
     def canary_verdict(self, verdict: Verdict) -> None:
@@ -127,15 +128,24 @@ class Protection(Quarantine):
         retraction.leave_out([*taken, *leaving], scheduler.running_batch, scheduler.last_batch)
         self._queue_again(scheduler)
 
+    def beginning(self, begin: Callable[..., Any], processor: Any, batch: Any) -> Any:
+        """A PD decode engine begins the requests of ``batch``. The token that each has from its prefill engine is kept
+        until the first forward, which compares what has come with it, was judged."""
+        if self._protects is False:
+            return begin(processor, batch)
+        return disaggregated.begin_holding(begin, processor, batch, self._held)
+
     def taking(self, take: Callable[[], Any], scheduler: Any, batch: Any, result: Any) -> Any:
         """Runs ``take``: the scheduler takes the ``result`` of ``batch``."""
         if not self._protects:
+            self._held = disaggregated.give_out(scheduler, batch, self._held)
             return take()
         if self._late:
             self._await(scheduler, result)
         if self._flying:
             self._flying.popleft()
         taken = [] if scheduler.enable_overlap and not self._late else self._withhold(scheduler, batch)
+        self._held = disaggregated.give_out(scheduler, batch, self._held)
         gone = [*self._gone, *taken]
         with retraction.passing_by_retracted(scheduler) if gone else nullcontext():
             done = take()
