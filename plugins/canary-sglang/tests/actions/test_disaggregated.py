@@ -122,8 +122,8 @@ class TestArrivals:
     pytestmark = ENGINES
 
     def test_no_token_from_what_arrived_wrong_leaves_the_decode_engine(self, pair, ranks):
-        """Each request ends with status 503 and no token, not even the prefill engine's own, on all ranks; clean requests are
-        left alone, and a peer that dies ends what waits for it, not the engine."""
+        """Each request ends with status 503 and no token, not even the prefill engine's own, on all ranks; clean
+        requests are left alone, and a peer that dies ends what waits for it, not the engine."""
         for case in ("arrived", "sent"):
             served = serve_flipped(pair, 8, case)
             assert part(served, "error 503", "given", "aborted") == FINE | {

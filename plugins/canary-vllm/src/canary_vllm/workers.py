@@ -1,6 +1,7 @@
 """Whether all workers of an engine are guarded: answers, and the way to the scheduler's process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import canary_core
@@ -36,19 +37,10 @@ def question(verdicts: str) -> Callable[[Any], dict[str, Any]]:
     return ask
 
 
-class EveryRank:
-    """In the place of vLLM's aggregator of what connectors say. With one, the executor takes the output of a step when
-    every rank has sent its own, for which a rank waits for its tokens, and looks at what it has found."""
-
-    def aggregate(self, outputs: Sequence[Any], output_rank: int = 0) -> Any:
-        """The output of vLLM's choice."""
-        return outputs[output_rank]
-
-
 def await_all(executor: Any) -> None:
-    """No output is taken from ``executor`` before each rank has ended its step. A connector's own aggregator, which
-    vLLM sets later, does the same."""
-    executor.kv_output_aggregator = executor.kv_output_aggregator or EveryRank()
+    """``executor`` takes the output of a step when every rank has sent its own, for which a rank waits for its tokens,
+    and looks at what it has found. vLLM does so to aggregate what connectors say; with one it replaces this later."""
+    executor.kv_output_aggregator = SimpleNamespace(aggregate=lambda outputs, output_rank=0: outputs[output_rank])
     # Looked at by vLLM's older Ray executor.
     executor.has_connector = True
 

@@ -4,8 +4,8 @@ ended with an ``error``.
 
     python -m vllm_on_cpu.protect_script RANK COUNT [late] [ray]
 
-With ``late``, asynchronous scheduling, and each rank knows what it has found when it knows its tokens, as on a GPU. With
-``ray``, the workers are Ray's.
+With ``late``, asynchronous scheduling, and each rank knows what it has found when it knows its tokens, as on a GPU.
+With ``ray``, the workers are Ray's.
 """
 
 import json
@@ -31,9 +31,28 @@ def flip(worker: Any, rank: int, turn: int) -> None:
     bits[(slice(1, None), *place)] ^= 1 << 29
 
 
+def begin_ray() -> None:
+    """A cluster of this machine, which is said to have two GPUs, and a platform of vLLM's that takes it."""
+    folder = Path(tempfile.mkdtemp(prefix="canary-ray-"))
+    info = folder / "ray_on_cpu-0.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: ray-on-cpu\nVersion: 0\n")
+    info.joinpath("entry_points.txt").write_text(
+        "[vllm.platform_plugins]\nray_on_cpu = vllm_on_cpu.ray_platform:name\n"
+    )
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    import ray
+
+    cluster = ray.init(num_cpus=4, num_gpus=2, include_dashboard=False)
+    os.environ["RAY_ADDRESS"] = cluster.address_info["address"]
+
+
 def main() -> None:
     """Each prompt once, then again and again with flips between."""
+    # Ray's workers have a `__main__` of their own.
     from vllm_on_cpu import models
+    from vllm_on_cpu import protect_script as named
     from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS, as_asked_for
     from vllm_on_cpu.late_verdicts import know_findings_with_tokens
 
@@ -42,6 +61,8 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     own = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     os.environ.update({**ENVIRONMENT, **own, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    if "ray" in sys.argv:
+        begin_ray()
     from vllm import LLM, SamplingParams
 
     options = {**OPTIONS, "tensor_parallel_size": 2, "async_scheduling": late}
@@ -61,7 +82,7 @@ def main() -> None:
     told = dict.fromkeys(("asked", "right", "wrong", "error"), 0)
     for turn in range(count):
         number = turn % len(PROMPTS)
-        llm.collective_rpc(partial(flip, rank=rank, turn=turn))
+        llm.collective_rpc(partial(named.flip, rank=rank, turn=turn))
         answer, ended = serve(PROMPTS[number])
         told["asked"] += 1
         told["error" if ended == "error" else "right" if answer == right[number] else "wrong"] += 1
