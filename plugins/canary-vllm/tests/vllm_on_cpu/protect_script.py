@@ -54,6 +54,7 @@ def main() -> None:
     from vllm_on_cpu import models
     from vllm_on_cpu import protect_script as named
     from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS, as_asked_for
+    from vllm_on_cpu.gate_ranks_script import attend
     from vllm_on_cpu.late_verdicts import know_findings_with_tokens
 
     rank, count = map(int, sys.argv[1:3])
@@ -76,6 +77,7 @@ def main() -> None:
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         return list(answer.outputs[0].token_ids), str(answer.outputs[0].finish_reason)
 
+    llm.collective_rpc(attend)
     right = [serve(prompt)[0] for prompt in PROMPTS]
     if late:
         llm.collective_rpc(know_findings_with_tokens)
