@@ -127,8 +127,8 @@ class Protection(Quarantine):
         self._queue_again(scheduler)
 
     def beginning(self, begin: Callable[..., Any], processor: Any, batch: Any) -> Any:
-        """A PD decode engine begins the requests of ``batch``. The token that each has from its prefill engine is kept
-        until the first forward, which compares what has come with it, was judged."""
+        """A PD decode engine begins the requests of ``batch``. First tokens of the prefill engine are kept back until
+        the first forward here, with the comparison of arrived KV, was judged."""
         if self._protects is False:
             return begin(processor, batch)
         return disaggregated.begin_holding(begin, processor, batch, self._held)

@@ -14,14 +14,14 @@ def side(scheduler: Any) -> str:
 
 
 class _Holding:
-    """SGLang's ``streamer``, but for requests that go on, which are put into ``held``."""
+    """SGLang's ``streamer`` for ended requests; unfinished requests are put into ``held``."""
 
     def __init__(self, streamer: Any, held: list[Any]) -> None:
         self._streamer = streamer
         self._held = held
 
     def stream_output(self, requests: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-        """Gives out the ended ones."""
+        """Gives out the tokens of ended requests."""
         self._held += [request for request in requests if not request.finished()]
         ended = [request for request in requests if request.finished()]
         if ended:
@@ -29,14 +29,14 @@ class _Holding:
 
 
 def begin_holding(begin: Callable[..., Any], processor: Any, batch: Any, held: list[Any]) -> Any:
-    """A decode engine begins the requests of ``batch``, each with the token that its prefill engine has sampled. Those
-    that go on are put into ``held``, and the token is given to nobody yet."""
+    """A decode engine begins the requests of ``batch``, with first tokens of the prefill engine. Unfinished requests
+    are put into ``held``, and the tokens are kept back."""
     # The processor has no state of its own.
     return begin(replace(processor, output_streamer=_Holding(processor.output_streamer, held)), batch)
 
 
 def give_out(scheduler: Any, batch: Any, held: list[Any]) -> list[Any]:
-    """Gives out the tokens of those requests of ``batch`` that are ``held``, and returns the rest."""
+    """Gives out the tokens of ``held`` requests in ``batch``, and returns the rest."""
     due = [request for request in held if request in batch.reqs and not request.finished()]
     if due:
         scheduler.output_streamer.stream_output(due, batch.return_logprob)

@@ -28,7 +28,7 @@ PD_BEGIN = (
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     ".process_batch_result_prebuilt"
 )
-"""Gives out the tokens that a prefill engine has sampled. If there is none, they leave before what came is compared."""
+"""Gives out first tokens of a prefill engine. In releases without the function, before the KV is compared."""
 
 LOOP = f"{SCHEDULER}.run_event_loop"
 STATE_CLONES = f"{RUNNER}._maybe_execute_deferred_mamba_cow_and_clear"
