@@ -66,6 +66,7 @@ from canary_adapters.tables import block_table, ragged_table, ring_table, slot_t
 from canary_adapters.telling import Telling
 from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknown_tokens
 from canary_adapters.touched_requests import TouchedRequests
+from canary_adapters.tries import Tries
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.errors import error_text
@@ -142,6 +143,7 @@ __all__ = [
     "SchedulerRequests",
     "Telling",
     "TouchedRequests",
+    "Tries",
     "UniformLens",
     "VerdictPipe",
     "VerdictPost",

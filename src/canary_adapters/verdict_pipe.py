@@ -42,6 +42,11 @@ class BlockVerdict:
         """Whether the block is wrong for every reader."""
         return self.block >= 0 and (self.spoiled or self.request is None)
 
+    @property
+    def about(self) -> dict[str, object]:
+        """Fields of an event."""
+        return {"kind": self.kind, "region": self.region, "slot": self.slot, "block": self.block}
+
     @classmethod
     def of(cls, verdict: Verdict, groups: Iterable[BlockGroup]) -> "BlockVerdict | None":
         """``groups``: the guarded ones. None for a finding without a known block or request, or of an unguarded

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from vllm_on_cpu import guarded, parked_flips
-from vllm_on_cpu.scripts import told_by
+from vllm_on_cpu.scripts import said_by, told_by
 
 from canary_core import hook_manager, hookimpl
 
@@ -272,13 +272,26 @@ def test_hits_that_can_not_be_compared_are_told(engine):
 
 
 @pytest.mark.xdist_group("processes")
-@pytest.mark.beyond_ci("tests of one process here, tests/adapters/test_verdict_pipe.py, and test_processes: tp2")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_finds_is_not_given_out_by_the_other(rank):
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        ("1", ["late"]),
+        *(
+            pytest.param(rank, words, marks=pytest.mark.beyond_ci("rank 1, late; and test_processes: tp2"))
+            for rank, words in (("0", []), ("1", []), ("0", ["late"]), ("1", ["late", "ray"]))
+        ),
+    ],
+)
+def test_what_one_rank_finds_is_not_given_out_by_the_other(rank, words):
     """Two tensor-parallel workers and the scheduler, each in a process of its own: bits flip in the shard of one rank
-    only, also of the one whose outputs vLLM does not take, and every answer is right."""
-    told = told_by("protect_script", str(rank), "4", plugins="vllm", CANARY_ON_VIOLATION="protect")
-    assert told == {"asked": 4, "right": 4, "wrong": 0, "error": 0}
+    only, also of the one whose outputs vLLM does not take, and every answer is right. Also where a rank knows what it
+    has found when it knows its tokens, as on a GPU, with asynchronous scheduling; and with Ray's workers."""
+    if "ray" in words:
+        pytest.importorskip("ray", reason="ray is not installed here")
+    settings = dict(CANARY_ON_VIOLATION="protect", CANARY_SCRUB_BUDGET="0", CANARY_LOG_FORMAT="json")
+    told, events = said_by("protect_script", rank, "6", *words, plugins="vllm", **settings)
+    assert told == {"asked": 6, "right": 6, "wrong": 0, "error": 0}
+    assert sum(event["event"] == "recomputed" for event in events) == 6
 
 
 @pytest.mark.xdist_group("processes")

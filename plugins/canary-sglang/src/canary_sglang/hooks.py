@@ -81,6 +81,7 @@ class Hooks:
             REGISTRAR.register(dict.fromkeys(targets.existing([targets.READY]), (self._ready, "AROUND")))
         if config.on_violation == "protect":
             REGISTRAR.register(dict.fromkeys(targets.existing(targets.PD_TURNS), (self._turn, "BEFORE")))
+            REGISTRAR.register(dict.fromkeys(targets.existing([targets.PD_BEGIN]), (self._begun, "AROUND")))
         self._config = config
         missing = [name for name in targets.EXPECTED if name not in hooked]
         if missing:
@@ -179,6 +180,11 @@ class Hooks:
         if not isinstance(self._quarantine, Protection):
             return take()
         return self._quarantine.taking(take, scheduler, batch, result)
+
+    def _begun(self, original: Callable[..., Any], processor: Any, batch: Any) -> Any:
+        if not isinstance(self._quarantine, Protection):
+            return original(processor, batch)
+        return self._quarantine.beginning(original, processor, batch)
 
     def _batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         tokens: dict[Session, int] = {}

@@ -1,6 +1,7 @@
 """``CANARY_ON_VIOLATION=protect`` with PD disaggregation. Engines are SGLang's own, in processes of their own, and bits
 flip from outside (`tools.pd_flips`); NIXL is stood in for. Ends of requests are looked at without an engine, too."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,34 @@ def test_the_decode_engine_knows_whose_transfer_failed_for_a_finding():
     assert disaggregated.failure(SimpleNamespace(finished_reason=None)) is None
 
 
+def test_a_first_token_waits_for_what_came_with_it():
+    """It is given out when the first forward of its request was judged, and never of one that ended with an error; of a
+    request that ends with it, at once."""
+    sent: list[tuple[str, ...]] = []
+
+    @dataclass(frozen=True)
+    class Processor:
+        output_streamer: object
+
+        def begin(self, batch: SimpleNamespace) -> None:
+            self.output_streamer.stream_output(batch.reqs, batch.return_logprob)
+
+    def stream(requests: list[SimpleNamespace], return_logprob: bool) -> None:
+        sent.append(tuple(one.rid for one in requests))
+
+    streamer = SimpleNamespace(stream_output=stream)
+    one, short, ill, later = (asked(rid=name) for name in ("one", "short", "ill", "later"))
+    short.finished_reason = "length"
+    held: list[SimpleNamespace] = []
+    every = SimpleNamespace(reqs=[one, short, ill, later], return_logprob=False)
+    disaggregated.begin_holding(Processor.begin, Processor(streamer), every, held)
+    assert (sent, held) == ([("short",)], [one, ill, later])
+    ill.finished_reason = "abort"
+    scheduler, first = SimpleNamespace(output_streamer=streamer), SimpleNamespace(reqs=[one, ill], return_logprob=False)
+    held = disaggregated.give_out(scheduler, first, held)
+    assert (sent, held) == ([("short",), ("one",)], [later])
+
+
 @pytest.fixture
 def pair(tmp_path, request):
     """A prefill and a decode engine, with the overlap scheduler; the parameter: more options."""
@@ -93,12 +122,12 @@ class TestArrivals:
     pytestmark = ENGINES
 
     def test_no_token_from_what_arrived_wrong_leaves_the_decode_engine(self, pair, ranks):
-        """Each request ends with status 503 and no token but the prefill engine's own, on all ranks; clean requests are
-        left alone, and a peer that dies ends what waits for it, not the engine."""
+        """Each request ends with status 503 and no token, not even the prefill engine's own, on all ranks; clean
+        requests are left alone, and a peer that dies ends what waits for it, not the engine."""
         for case in ("arrived", "sent"):
             served = serve_flipped(pair, 8, case)
-            assert part(served, "error 503", "kept", "aborted") == FINE | {
-                "error 503": 8, "kept": 0, "aborted": [0, 8 * ranks], "wrong": 0, "right_again": 6,
+            assert part(served, "error 503", "given", "aborted") == FINE | {
+                "error 503": 8, "given": 0, "aborted": [0, 8 * ranks], "wrong": 0, "right_again": 6,
             }  # fmt: skip
         clean = serve_flipped(pair, 12, "nothing")
         assert part(clean, "right", "aborted") == FINE | {"right": 12, "aborted": [0, 0], "wrong": 0, "right_again": 6}
@@ -117,7 +146,7 @@ class TestPrefill:
         served = serve_flipped(pair, 16, "parked", together=1)
         flipped = served["flipped"]
         assert flipped > 4
-        assert part(served, "right", "error 503", "prefill 503", "kept") == FINE | {
-            "right": 16 - flipped, "error 503": flipped, "prefill 503": flipped, "kept": 0, "wrong": 0,
+        assert part(served, "right", "error 503", "prefill 503", "given") == FINE | {
+            "right": 16 - flipped, "error 503": flipped, "prefill 503": flipped, "given": 0, "wrong": 0,
             "right_again": 6,
         }  # fmt: skip

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> bool:
     os.environ.pop(FILES, None)
     if options.storage:
         os.environ[FILES] = str(folder / "store")
-    signal.signal(signal.SIGALRM, pd._late)
+    signal.signal(signal.SIGALRM, pd.late)
     side = pd.Side("hicache", options, folder, (0, pd.free_port()))
     good = True
     try:

@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> bool:
     write_witness(folder)
     write_model(folder, options)
     folder.joinpath("control").write_text("start clean")
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGALRM, late)
     bootstrap = free_port()
     sides = [Side(name, options, folder, (bootstrap, free_port())) for name in ("prefill", "decode")]
     good = True
@@ -331,7 +331,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _late(*args: Any) -> None:
+def late(*args: Any) -> None:
+    """An alarm has come."""
     raise TimeoutError("no answer in time")
 
 

@@ -241,7 +241,7 @@ def main() -> None:
     modes = [word for word in words if word.isalpha() and word not in (*beside, "clean")] or ["report", "protect"]
     kernels = {**TRITON, "CANARY_BACKEND": "torch"} if {"files", "window"} & set(words) else {}
     kind = " ".join(word for word in beside if word in words) or "plain"
-    setup = Setup(OPTIONS[kind], kernels, patience_s=600)
+    setup = Setup(OPTIONS[kind], kernels, patience_s=1800)
     where = next((word for word in ("host", "files") if word in words), "device")
     for mode in modes:
         with tempfile.TemporaryDirectory() as folder:

@@ -28,6 +28,7 @@ import torch
 from engines import TESTS, python_path
 from engines.models import write_model
 from engines.user_script import on_cpu
+from gpu.pd import free_port, late
 
 FOLDER, SIDE = Path(os.environ.get("PD_FOLDER", ".")), os.environ.get("PD_SIDE", "")
 SIDES = ("prefill", "decode")
@@ -153,7 +154,7 @@ class Pair:
     """A prefill and a decode engine. ``options``: more `ServerArgs`; ``settings``: Canary's."""
 
     def __init__(self, folder: Path, options: dict[str, Any], **settings: str) -> None:
-        signal.signal(signal.SIGALRM, _late)
+        signal.signal(signal.SIGALRM, late)
         self.folder, self._room = folder, 1
         folder.mkdir()
         info = folder / "pd_flips-1.0.dist-info"
@@ -161,10 +162,10 @@ class Pair:
         info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: pd-flips\nVersion: 1.0\n")
         info.joinpath("entry_points.txt").write_text("[sglang.srt.plugins]\nflips = tools.pd_flips:install\n")
         write_model(folder / "model", "llama")
-        self._bootstrap = _free_port()
+        self._bootstrap = free_port()
         own = {"model_path": str(folder / "model"), "disaggregation_bootstrap_port": self._bootstrap, **options}
         self.prefill, self.decode = (
-            Engine(folder, side, {**own, "disaggregation_mode": side, "port": _free_port()}, settings) for side in SIDES
+            Engine(folder, side, {**own, "disaggregation_mode": side, "port": free_port()}, settings) for side in SIDES
         )
         for engine in (self.prefill, self.decode):
             engine.answer()
@@ -211,6 +212,7 @@ def serve_flipped(pair: Pair, count: int, control: str, together: int = 2, seed:
                 served["right" if answer["tokens"] == right[number] else "wrong"] += 1
             else:
                 served[f"error {answer['status']}"] += 1
+                served["given"] += len(answer["tokens"])
                 served["kept"] += bool(answer["tokens"]) and answer["tokens"] != right[number][: len(answer["tokens"])]
                 assert "the KV cache of this request is corrupted" in answer["error"], answer
     again = [pair.serve("nothing", [prompt], new)[0][0] for prompt in prompts]
@@ -268,18 +270,6 @@ async def _generate(engine: Any, jobs: list[dict[str, Any]]) -> list[dict[str, A
 def _say(value: Any) -> None:
     sys.stdout.write(f"\nANSWER {json.dumps(value)}\n")
     sys.stdout.flush()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _late(*args: Any) -> None:
-    raise TimeoutError("no answer in time")
 
 
 def main() -> None:

@@ -169,6 +169,8 @@ class Hooks:
             self._roll_calls[id(core.vllm_config)] = roll_call
             if pipe is not None:
                 pipe.opened()
+            if self._config.on_violation == "protect":
+                workers.await_all(core.model_executor)
             if deaf:
                 reason = f"ranks {deaf} can't tell the scheduler's process what they find: they run on other machines"
                 emit(Event("quarantine_failed", "error", {"reason": f"{reason}, or are unguarded", "ranks": deaf}))

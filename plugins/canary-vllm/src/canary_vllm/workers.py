@@ -1,6 +1,7 @@
 """Whether all workers of an engine are guarded: answers, and the way to the scheduler's process."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import canary_core
@@ -34,6 +35,14 @@ def question(verdicts: str) -> Callable[[Any], dict[str, Any]]:
             return {"host": socket.gethostname(), "process": os.getpid(), "missing": missing}
 
     return ask
+
+
+def await_all(executor: Any) -> None:
+    """``executor`` takes the output of a step when every rank has sent its own, for which a rank waits for its tokens,
+    and looks at what it has found. vLLM does so to aggregate what connectors say; with one it replaces this later."""
+    executor.kv_output_aggregator = SimpleNamespace(aggregate=lambda outputs, output_rank=0: outputs[output_rank])
+    # Looked at by vLLM's older Ray executor.
+    executor.has_connector = True
 
 
 def call(core: Any, config: CanaryConfig, verdicts: str = "") -> tuple[RollCall, list[int]]:

@@ -110,7 +110,8 @@ def main() -> None:
             part = {"seed": first // ROUND, "flips": "clean" not in words, **size}
             sums.update(asdict(serve(small, min(ROUND, count - first), mode, **part)))
             rate = round(sums["asked"] / (time.monotonic() - began), 1)
-            print(json.dumps({"mode": mode, **sums, "per_s": rate}), flush=True)
+            sys.stdout.write(json.dumps({"mode": mode, **sums, "per_s": rate}) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 line of JSON: ``asked`` requests that hit flipped blocks, how many answers were ``right`` and ``wrong``, and how many
 ended with an ``error``.
 
-    python -m vllm_on_cpu.protect_script RANK COUNT
+    python -m vllm_on_cpu.protect_script RANK COUNT [late] [ray]
+
+With ``late``, asynchronous scheduling, and each rank knows what it has found when it knows its tokens, as on a GPU.
+With ``ray``, the workers are Ray's.
 """
 
 import json
@@ -28,29 +31,60 @@ def flip(worker: Any, rank: int, turn: int) -> None:
     bits[(slice(1, None), *place)] ^= 1 << 29
 
 
+def begin_ray() -> None:
+    """A cluster of this machine, which is said to have two GPUs, and a platform of vLLM's that takes it."""
+    folder = Path(tempfile.mkdtemp(prefix="canary-ray-"))
+    info = folder / "ray_on_cpu-0.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: ray-on-cpu\nVersion: 0\n")
+    info.joinpath("entry_points.txt").write_text(
+        "[vllm.platform_plugins]\nray_on_cpu = vllm_on_cpu.ray_platform:name\n"
+    )
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    import ray
+
+    cluster = ray.init(num_cpus=4, num_gpus=2, include_dashboard=False)
+    os.environ["RAY_ADDRESS"] = cluster.address_info["address"]
+
+
 def main() -> None:
     """Each prompt once, then again and again with flips between."""
+    # Ray's workers have a `__main__` of their own.
     from vllm_on_cpu import models
-    from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS
+    from vllm_on_cpu import protect_script as named
+    from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS, as_asked_for
+    from vllm_on_cpu.gate_ranks_script import attend
+    from vllm_on_cpu.late_verdicts import know_findings_with_tokens
 
-    rank, count = map(int, sys.argv[1:])
+    rank, count = map(int, sys.argv[1:3])
+    late = "late" in sys.argv
     cores = sorted(os.sched_getaffinity(0))
     own = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     os.environ.update({**ENVIRONMENT, **own, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    if "ray" in sys.argv:
+        begin_ray()
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model=models.folder("llama", Path(tempfile.mkdtemp())), **{**OPTIONS, "tensor_parallel_size": 2})
+    options = {**OPTIONS, "tensor_parallel_size": 2, "async_scheduling": late}
+    if "ray" in sys.argv:
+        options["distributed_executor_backend"] = "ray"
+    with as_asked_for():
+        llm = LLM(model=models.folder("llama", Path(tempfile.mkdtemp())), **options)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
 
     def serve(prompt: list[int]) -> tuple[list[int], str]:
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         return list(answer.outputs[0].token_ids), str(answer.outputs[0].finish_reason)
 
+    llm.collective_rpc(attend)
     right = [serve(prompt)[0] for prompt in PROMPTS]
+    if late:
+        llm.collective_rpc(know_findings_with_tokens)
     told = dict.fromkeys(("asked", "right", "wrong", "error"), 0)
     for turn in range(count):
         number = turn % len(PROMPTS)
-        llm.collective_rpc(partial(flip, rank=rank, turn=turn))
+        llm.collective_rpc(partial(named.flip, rank=rank, turn=turn))
         answer, ended = serve(PROMPTS[number])
         told["asked"] += 1
         told["error" if ended == "error" else "right" if answer == right[number] else "wrong"] += 1

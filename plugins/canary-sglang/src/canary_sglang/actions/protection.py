@@ -11,14 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from canary_adapters import Tries
 from canary_core import Canary, CanaryConfig, Region, RegionKind, Verdict, Violation, Writers, hookimpl
 from canary_sglang.actions.quarantine import Quarantine, Slot, about, message
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.suspect import Suspect
 from canary_sglang.compat import caches, disaggregated, retraction, schedulers
-
-MOST_TRIES = 2
-"""How often one request is computed again, before an error ends the request: the fault stays."""
 
 LOST = Suspect("", -1, True, -1, "findings_lost", ())
 """Findings were lost: any KV may be wrong."""
@@ -65,13 +63,14 @@ class Protection(Quarantine):
         super().__init__(config, canaries, together)
         self._protects: bool | None = None
         self._cases: list[Case] = []
-        self._tries: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._tries = Tries[Any]("protect", WeakKeyDictionary())
         self._again: list[Any] = []
-        self._leaving: list[Any] = []
         # Whether verdicts come with the tokens, after the next batch has begun.
         self._late = False
         self._flying: deque[Any] = deque()
+        # Taken from the scheduler, and perhaps in a batch still.
         self._gone: list[Any] = []
+        self._held: list[Any] = []
 
     @hookimpl
     def canary_verdict(self, verdict: Verdict) -> None:
@@ -123,25 +122,34 @@ class Protection(Quarantine):
         if schedulers.is_staged(scheduler):
             return
         taken = self._withhold(scheduler, scheduler.last_batch)
-        leaving, self._leaving = self._leaving, []
-        retraction.leave_out([*taken, *leaving], scheduler.running_batch, scheduler.last_batch)
+        gone, self._gone = self._gone, []
+        retraction.leave_out([*taken, *gone], scheduler.running_batch, scheduler.last_batch)
         self._queue_again(scheduler)
+
+    def beginning(self, begin: Callable[..., Any], processor: Any, batch: Any) -> Any:
+        """A PD decode engine begins the requests of ``batch``. First tokens of the prefill engine are kept back until
+        the first forward here, with the comparison of arrived KV, was judged."""
+        if self._protects is False:
+            return begin(processor, batch)
+        return disaggregated.begin_holding(begin, processor, batch, self._held)
 
     def taking(self, take: Callable[[], Any], scheduler: Any, batch: Any, result: Any) -> Any:
         """Runs ``take``: the scheduler takes the ``result`` of ``batch``."""
         if not self._protects:
+            self._held = disaggregated.give_out(scheduler, batch, self._held)
             return take()
         if self._late:
             self._await(scheduler, result)
         if self._flying:
             self._flying.popleft()
         taken = [] if scheduler.enable_overlap and not self._late else self._withhold(scheduler, batch)
+        self._held = disaggregated.give_out(scheduler, batch, self._held)
         gone = [*self._gone, *taken]
         with retraction.passing_by_retracted(scheduler) if gone else nullcontext():
             done = take()
         if scheduler.enable_overlap:
             # What samples for the next batch still needs its rows.
-            self._leaving += taken
+            self._gone = gone
         else:
             flying = set(map(id, self._flying))
             rest = [one for one in schedulers.microbatches(scheduler) if id(one) not in flying]
@@ -245,9 +253,8 @@ class Protection(Quarantine):
         if not retraction.may_be_retracted(request):
             self._abort(scheduler, request, suspect)
             return
-        tries = self._tries[request] = self._tries.get(request, 0) + 1
         stands = all(case.stands for case in own) or not request.output_ids
-        again = stands and tries <= MOST_TRIES and retraction.may_go_on(scheduler, request)
+        again = self._tries.again(request, stands) and retraction.may_go_on(scheduler, request)
         retraction.retract(scheduler, request)
         taken.append(request)
         if again:

@@ -1,6 +1,7 @@
 """Requests of PD engines, and their ends before, in and after a transfer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 CORRUPTED = "the KV cache of this request is corrupted"
@@ -10,6 +11,36 @@ CORRUPTED = "the KV cache of this request is corrupted"
 def side(scheduler: Any) -> str:
     """The engine's side of PD disaggregation: ``prefill``, ``decode``, or ``null``."""
     return str(getattr(scheduler.server_args, "disaggregation_mode", None) or "null")
+
+
+class _Holding:
+    """SGLang's ``streamer`` for ended requests; unfinished requests are put into ``held``."""
+
+    def __init__(self, streamer: Any, held: list[Any]) -> None:
+        self._streamer = streamer
+        self._held = held
+
+    def stream_output(self, requests: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        """Gives out the tokens of ended requests."""
+        self._held += [request for request in requests if not request.finished()]
+        ended = [request for request in requests if request.finished()]
+        if ended:
+            self._streamer.stream_output(ended, *args, **kwargs)
+
+
+def begin_holding(begin: Callable[..., Any], processor: Any, batch: Any, held: list[Any]) -> Any:
+    """A decode engine begins the requests of ``batch``, with first tokens of the prefill engine. Unfinished requests
+    are put into ``held``, and the tokens are kept back."""
+    # The processor has no state of its own.
+    return begin(replace(processor, output_streamer=_Holding(processor.output_streamer, held)), batch)
+
+
+def give_out(scheduler: Any, batch: Any, held: list[Any]) -> list[Any]:
+    """Gives out the tokens of ``held`` requests in ``batch``, and returns the rest."""
+    due = [request for request in held if request in batch.reqs and not request.finished()]
+    if due:
+        scheduler.output_streamer.stream_output(due, batch.return_logprob)
+    return [request for request in held if not (request in due or request.finished())]
 
 
 def in_transfer(scheduler: Any) -> Sequence[Any]:

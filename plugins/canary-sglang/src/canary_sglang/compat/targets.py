@@ -24,6 +24,12 @@ PD_TURNS = (
 )
 """In the place of `TURN` in the loops of PD engines."""
 
+PD_BEGIN = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    ".process_batch_result_prebuilt"
+)
+"""Gives out first tokens of a prefill engine. In releases without the function, before the KV is compared."""
+
 LOOP = f"{SCHEDULER}.run_event_loop"
 STATE_CLONES = f"{RUNNER}._maybe_execute_deferred_mamba_cow_and_clear"
 SAMPLE = f"{RUNNER}.sample"

@@ -1,12 +1,9 @@
 """`LedgerPrefixes`: KV of ended requests in continuous batching's prefix cache, remembered to be computed again."""
 
-import contextlib
 import functools
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -22,7 +19,7 @@ from canary_adapters import (
     recompute_off,
     upload,
 )
-from canary_core import CachedRequest, Canary, CanaryError, HookTarget, Patches, Verification
+from canary_core import CachedRequest, Canary, HookTarget, Patches, Questions, Verification
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.recompute import ContinuousRecomputer, GaveWayError
 
@@ -71,20 +68,6 @@ class LedgerPrefix(ParkedPrefix):
         return [list(takewhile(lambda block: block is not None, found))]
 
 
-@dataclass(slots=True, eq=False)
-class _Ask:
-    """request: None for all prefixes. names: those to come; None before the first look."""
-
-    request: str | None
-    answer: "Future[list[Verification]]" = field(default_factory=Future)
-    names: deque[str] | None = None
-    got: list[Verification] = field(default_factory=list)
-
-    def fail(self, why: str) -> None:
-        if not self.answer.done() and self.answer.set_running_or_notify_cancel():
-            self.answer.set_exception(CanaryError(why))
-
-
 class LedgerPrefixes:
     """Follows the prefixes left by requests in the cache of ``processor``, an able one (`unable`). Computes each
     again on demand, or with nobody to serve, within the share of ``CANARY_RECOMPUTE``.
@@ -106,74 +89,37 @@ class LedgerPrefixes:
         self._recomputer, self._recompute = recomputer, recompute
         self.known = ParkedPrefixes.of_cache(self._allocator.num_blocks * group.block_slots)
         self._share = canary.config.recompute.share
-        self._asked: deque[_Ask] = deque()
-        self._closed = False
+        self.asked = Questions()
+        """For one prefix, or (None) for all."""
 
     def follow(self, patches: Patches) -> None:
         """Hooks the ends of requests."""
         patches.wrap(self._processor.scheduler, "finish_request", self._finishes)
         patches.follow(self._processor.scheduler, "clear_cancelled_requests", self._cancelled)
 
-    def ask(self, request: str | None) -> "Future[list[Verification]]":
-        """Asks for one prefix, or (None) for all, and does not wait: for any thread."""
-        asked = _Ask(request)
-        self._asked.append(asked)
-        if self._closed:
-            self.close()
-        return asked.answer
-
     @property
     def due(self) -> bool:
         """Whether `serve` has something to do."""
-        return bool(self._asked) or (self._share > 0 and self._idle() and not self._recompute().budget.rests)
+        return bool(self.asked) or (self._share > 0 and self._idle() and not self._recompute().budget.rests)
 
     def serve(self) -> None:
         """Computes one prefix again. On the engine's thread and stream, between forwards; never raises."""
-        asked = self._first()
+        if self.asked:
+            self.asked.step(self._answers)
+            return
         try:
-            if asked is None:
-                self._prove()
-            else:
-                self._answer(asked)
+            self._prove()
         except Exception as error:
-            why = f"the recompute failed: {error_text(error)}"
-            if asked is not None:
-                self._done(asked)
-                asked.fail(why)
-            else:
-                self._share = 0.0
-                self._canary.tell(recompute_off(why, "error"))
+            self._share = 0.0
+            self._canary.tell(recompute_off(f"the recompute failed: {error_text(error)}", "error"))
 
     def close(self) -> None:
         """Nothing is answered any more."""
-        self._closed = True
-        while self._asked:
-            self._asked.popleft().fail(ENDED)
+        self.asked.close(ENDED)
 
-    def _first(self) -> _Ask | None:
-        """The first one with a caller who waits."""
-        for one in tuple(self._asked):
-            if not one.answer.done():
-                return one
-            self._done(one)
-        return None
-
-    def _done(self, asked: _Ask) -> None:
-        """Unless another thread has ended it."""
-        with contextlib.suppress(ValueError):
-            self._asked.remove(asked)
-
-    def _answer(self, asked: _Ask) -> None:
-        """A step further: others are served between two prefixes."""
-        if asked.names is None:
-            names = self.known.names() if asked.request is None else [asked.request]
-            asked.names = deque(name for name in names if asked.request is not None or not self._runs(name))
-        if asked.names:
-            asked.got.append(self._verify(asked.names.popleft()))
-        if not asked.names:
-            self._done(asked)
-            if not asked.answer.done() and asked.answer.set_running_or_notify_cancel():
-                asked.answer.set_result(asked.got)
+    def _answers(self, request: str | None) -> Iterator[Verification]:
+        every = [name for name in self.known.names() if not self._runs(name)]
+        return map(self._verify, every if request is None else [request])
 
     def _prove(self) -> None:
         """The least recently proven prefix of which enough is left."""

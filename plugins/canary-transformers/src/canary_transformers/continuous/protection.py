@@ -5,14 +5,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import BlockGroup, BlockVerdict, HashChain
+from canary_adapters import BlockGroup, BlockVerdict, HashChain, Tries
 from canary_core import Canary, Event, Patches, Verdict, Writers, hookimpl
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.compat import KVGroup
 from canary_transformers.errors import WithheldError
-
-MOST_TRIES = 2
-"""How often one request is computed again, before an error ends the request: the fault stays."""
 
 HASH_BYTES = 8
 """Of the engine's hash of a block."""
@@ -20,17 +17,10 @@ HASH_BYTES = 8
 
 class Protection:
     """Receives the verdicts of one `ContinuousBatchProcessor`'s cache. Before the engine takes the tokens of a step,
-    the requests concerned lose theirs:
+    the requests concerned lose theirs (`Tries`; what ends has `WithheldError` as its error).
 
-    | ``CANARY_ON_VIOLATION`` | requests that have the block                          | the block                   |
-    |-------------------------|-------------------------------------------------------|-----------------------------|
-    | abort                   | end with `WithheldError` as their error               | stays                       |
-    | quarantine              | are computed again, and keep their generated tokens   | leaves the prefix cache     |
-    | protect                 | so, if these were computed from KV that was compared  | with all that was computed  |
-    |                         | before (`Verdict.stands`); else from their prompt, if | from it                     |
-    |                         | nothing was given out; else they end                  |                             |
-
-    Tokens are given out one by one to streaming requests only. ``canary``: of the processor's cache.
+    Tokens are given out one by one to streaming requests only: another one, with tokens that may be wrong, begins again
+    with its prompt. ``canary``: of the processor's cache.
     """
 
     def __init__(self, processor: Any, mode: str, groups: Sequence[KVGroup], canary: Canary) -> None:
@@ -42,7 +32,7 @@ class Protection:
         self._names = {name: group.region for name, group in zip(self._allocators, self._groups, strict=True)}
         self._chains = {name: HashChain() for name in self._allocators}
         self._found: list[BlockVerdict] = []
-        self._tries: dict[str, int] = {}
+        self._tries = Tries[str](mode, {})
 
     @hookimpl
     def canary_verdict(self, verdict: Verdict) -> None:
@@ -118,16 +108,14 @@ class Protection:
         if self._mode != "abort":
             self._evict(found, concerned)
         for state, own in concerned:
-            tries = self._tries[state.request_id] = self._tries.get(state.request_id, 0) + 1
             stands = self._mode == "quarantine" or all(v.stands for v in own)
-            again = self._mode != "abort" and tries <= MOST_TRIES and (stands or not _given_out(state))
+            again = self._tries.again(state.request_id, stands or not _given_out(state))
             if not (again and self._again(state, stands, own[0], taken)):
                 self._end(state, own[0], taken)
         if concerned:
             # It stays set until a request ends, and perhaps none is left to end.
             scheduler.block_new_requests = False
-        known = scheduler.active_requests.keys() | scheduler.waiting_requests.keys()
-        self._tries = {name: tries for name, tries in self._tries.items() if name in known}
+        self._tries.keep(scheduler.active_requests.keys() | scheduler.waiting_requests.keys())
 
     def _held(self, request: str) -> set[tuple[str, int]]:
         """The request's blocks, by region."""
@@ -241,4 +229,4 @@ def _bytes(hashed: int) -> bytes:
 
 def _about(verdict: BlockVerdict, state: Any = None) -> dict[str, object]:
     fields: dict[str, object] = {} if state is None else {"request": Writers.told(state.request_id)}
-    return fields | {"kind": verdict.kind, "region": verdict.region, "slot": verdict.slot, "block": verdict.block}
+    return fields | verdict.about

@@ -73,7 +73,7 @@ class Verifier:
         if not parked:
             return self.recompute.ask(request)
         if self._parked is not None:
-            return self._parked.ask(request)
+            return self._parked.asked.put(request)
         refused: Future[list[Verification]] = Future()
         refused.set_exception(CanaryError(NOT_REMEMBERED.format(why=self._not_parked)))
         return refused

@@ -6,26 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import BlockVerdict, HashChain, VerdictWay
+from canary_adapters import BlockVerdict, HashChain, Tries, VerdictWay
 from canary_core import CanaryConfig, Event, Patches, Verdict, Writers, hookimpl
 from canary_vllm.session import Session
-
-MOST_TRIES = 2
-"""How often one request is computed again, before an error ends the request: the fault stays."""
 
 
 class Protection:
     """Receives verdicts of this process's workers, or of other processes by a `VerdictWay`, and acts before the
-    scheduler takes the output of the verdicts' own step: no token of that step is given out for a request with such KV.
+    scheduler takes the output of the verdicts' own step: no token of that step is given out for a request with such KV
+    (`Tries`; what ends has vLLM's finish reason ``error``).
     ``sessions``: of the runners at work, a verdict's own. ``tell``: names the engine in an event, and hands the event
     to all plugins.
-
-    | ``CANARY_ON_VIOLATION`` | requests that have the block                         | the block                    |
-    |-------------------------|------------------------------------------------------|------------------------------|
-    | abort                   | end with vLLM's finish reason ``error``              | stays                        |
-    | quarantine              | are computed again, and keep their generated tokens  | leaves the prefix cache      |
-    | protect                 | so, if these were computed from KV that was compared | with all that was computed   |
-    |                         | before (`Verdict.stands`), or are none; else they end | from it                      |
 
     Requests with blocks that a connector failed to load are left to vLLM's own ``kv_load_failure_policy``, where that
     is right. With protect nothing is loaded for a request that is computed again: the same would come.
@@ -42,9 +33,7 @@ class Protection:
         self._tell = tell
         self._schedulers: dict[int, HashChain] = {}
         self._patches = Patches()
-        self._tries: dict[str, int] = {}
-        # The last step of a request's forwards before it was computed again.
-        self._before: dict[str, int] = {}
+        self._tries = Tries[str](self._mode, {})
         self._ended: list[Any] = []
         self.way = VerdictWay()
 
@@ -112,11 +101,10 @@ class Protection:
         ahead = int(bool(scheduler.vllm_config.scheduler_config.async_scheduling))
         concerned = []
         for request in scheduler.running:
-            held, before = _held(scheduler, request), self._before.get(request.request_id, 0)
+            held = _held(scheduler, request)
             name = Writers.told(request.request_id)
             own = [v for v in found if v.everything or name == v.request or (v.of_all and v.block in held)]
-            # A forward whose tokens were taken back may leave more findings than the first.
-            own = [v for v in own if not 0 < v.step <= before]
+            own = [v for v in own if not self._tries.taken_back(request.request_id, v.step)]
             if own and (left.isdisjoint(held) or not (fails or left.issuperset(v.block for v in own))):
                 concerned.append((request, own))
             elif own and not fails:
@@ -131,30 +119,27 @@ class Protection:
             self._evict(scheduler, found)
         ending = []
         for request, own in reversed(concerned):
-            tries = self._tries[request.request_id] = self._tries.get(request.request_id, 0) + 1
             stands = all(v.stands for v in own) or not request.num_output_tokens
-            if self._mode == "abort" or (self._mode == "protect" and (not stands or tries > MOST_TRIES)):
-                ending.append(request)
-                self._told("aborted", request, own[0])
-            else:
-                self._before[request.request_id] = max(v.step for v in own) + ahead
+            if self._tries.again(request.request_id, stands, max(v.step for v in own) + ahead):
                 preempt(scheduler, request, made)
                 self._told("recomputed", request, own[0])
+            else:
+                ending.append(request)
+                self._told("aborted", request, own[0])
         if ending:
             from vllm.v1.request import RequestStatus
 
             scheduler.finish_requests([r.request_id for r in ending], RequestStatus.FINISHED_ERROR)
             self._ended += ending
-        self._tries = {name: tries for name, tries in self._tries.items() if name in scheduler.requests}
-        self._before = {name: step for name, step in self._before.items() if name in scheduler.requests}
+        self._tries.keep(scheduler.requests)
 
     def _left(self, request: Any, verdict: BlockVerdict) -> None:
         """vLLM itself computes again what ``request`` has from the block of ``verdict`` on."""
-        self._tries.setdefault(request.request_id, 0)
+        self._tries.began(request.request_id)
         self._told("recomputed", request, verdict)
 
     def _told(self, name: str, request: Any, verdict: BlockVerdict) -> None:
-        about = {"request": Writers.told(request.request_id), **_about(verdict)}
+        about = {"request": Writers.told(request.request_id), **verdict.about}
         self._tell(Event(name, "error" if name == "aborted" else "warning", about))
 
     def _evict(self, scheduler: Any, found: Sequence[BlockVerdict]) -> None:
@@ -169,7 +154,7 @@ class Protection:
             evicted = set(cached) if everything else chain.after(evicted, cached)
         if evicted:
             pool.evict_blocks(evicted)
-            about = _about(found[0]) | {"blocks": len(blocks), "evicted": len(evicted)}
+            about = found[0].about | {"blocks": len(blocks), "evicted": len(evicted)}
             self._tell(Event("quarantined", "warning", about))
 
 
@@ -191,10 +176,6 @@ def recomputes(scheduler: Any) -> bool:
     49250), nor with asynchronous scheduling (45138), where tokens in flight join the answer."""
     config = scheduler.vllm_config
     return not (config.scheduler_config.async_scheduling or getattr(config, "use_v2_model_runner", False))
-
-
-def _about(verdict: BlockVerdict) -> dict[str, object]:
-    return {"kind": verdict.kind, "region": verdict.region, "slot": verdict.slot, "block": verdict.block}
 
 
 def preempt(scheduler: Any, request: Any, made: Any = None) -> None:

@@ -39,17 +39,9 @@ def ended(results: Any, told: Callable[..., set[str]]) -> Any:
     return results
 
 
-def _offloading(extra: Mapping[str, Any]) -> tuple[bool, bool]:
-    return extra.get("spec_name", "CPUOffloadingSpec") != "CPUOffloadingSpec", False
-
-
-def _simple_offloading(extra: Mapping[str, Any]) -> tuple[bool, bool]:
-    return extra.get("backend", "cpu") != "cpu", False
-
-
 _KNOWN: Mapping[str, Callable[[Mapping[str, Any]], tuple[bool, bool]]] = {
-    "OffloadingConnector": _offloading,
-    "SimpleCPUOffloadConnector": _simple_offloading,
+    "OffloadingConnector": lambda extra: (extra.get("spec_name", "CPUOffloadingSpec") != "CPUOffloadingSpec", False),
+    "SimpleCPUOffloadConnector": lambda extra: (extra.get("backend", "cpu") != "cpu", False),
     "LMCacheConnectorV1": lmcache_storage,
 }
 """Connector: whether others may store there, and whether bytes may come back changed. Others are unknown, and count as
