@@ -273,6 +273,7 @@ class Canary:
                 self._findings.open(self._findings.collect_now(), self.forwards)
             self._findings.settle(at_last=True)
             self._findings.wait()
+            self.step.reader.tell_late_compiles()
         self._findings.raise_first()
 
     def close(self) -> None:

@@ -116,5 +116,9 @@ class Reader:
             self._findings.repairs.step()
         for late in self.late:
             late.read()
+        self.tell_late_compiles()
+
+    def tell_late_compiles(self) -> None:
+        """Kernels that an engine has waited for since the last call."""
         for kernel, seconds in LATE.take().items():
             self._switch.tell(Event("compiled_late", "warning", {"kernel": kernel, "seconds": round(seconds, 2)}))
