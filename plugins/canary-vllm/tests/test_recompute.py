@@ -142,7 +142,7 @@ def test_requests_with_adapters_are_well_and_answers_stay_the_same(small, adapte
 def test_an_adapter_that_changed_under_a_kept_cache_is_told(small, adapters):
     """At a hit, and in what an ended request left; another adapter's requests, and those without one, are well."""
     tokens, a, b = verified.prompt("adapter"), {"lora_request": adapters["a"]}, {"lora_request": adapters["b"]}
-    with guarded.guard(small, **QUIET) as guard:
+    with guarded.guard(small, **QUIET, control="write") as guard:
         verified.teach(small)
         for name, who in (("a before", a), ("b before", b), ("none before", {})):
             parked.serve(small, name, tokens, **who)
