@@ -30,7 +30,7 @@ from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
 from canary_adapters.parked_blocks import free_blocks
-from canary_adapters.parked_prefixes import LOST_ADAPTER, ParkedPrefix, ParkedPrefixes
+from canary_adapters.parked_prefixes import LOST_ADAPTER, UNREMEMBERED, ParkedPrefix, ParkedPrefixes
 from canary_adapters.parked_proofs import NOT_REMEMBERED, UNKNOWN_PREFIX
 from canary_adapters.pools import (
     GrowingPool,
@@ -86,6 +86,7 @@ __all__ = [
     "NOT_REMEMBERED",
     "TABLE_STEP",
     "UNKNOWN_PREFIX",
+    "UNREMEMBERED",
     "AdapterContents",
     "Answer",
     "AnswerCheck",

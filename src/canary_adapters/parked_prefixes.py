@@ -19,6 +19,9 @@ PARKED = "canary-parked-"
 ALL_PARKED = "canary-all-parked"
 """The prefixes of all remembered requests."""
 
+UNREMEMBERED = "that takes CANARY_CONTROL=write or CANARY_RECOMPUTE when the engine starts"
+"""Why no parked prefix is known: each costs the host time when its request ends."""
+
 LOST_ADAPTER = "its adapter is not loaded just now, or about to be replaced: an engine can end where it loads none"
 """Reason against a second computation of a prefix computed with an adapter."""
 

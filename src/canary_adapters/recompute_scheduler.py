@@ -10,7 +10,7 @@ from typing import Any
 from canary_adapters.internal_requests import InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.marked_outputs import WANTED
 from canary_adapters.parked_blocks import BlockPrefix, free_blocks
-from canary_adapters.parked_prefixes import LOST_ADAPTER, GroupBlocks, ParkedPrefix, ParkedPrefixes
+from canary_adapters.parked_prefixes import LOST_ADAPTER, UNREMEMBERED, GroupBlocks, ParkedPrefix, ParkedPrefixes
 from canary_adapters.recompute_pairs import RecomputePairs
 from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.touched_requests import TouchedRequests
@@ -22,9 +22,6 @@ PAIRS = "canary_recompute"
 
 COUNTED = "canary_counted"
 """Attribute of the scheduler's output with counts for `Canary.stats`, by name."""
-
-UNREMEMBERED = "that takes CANARY_CONTROL=write or CANARY_RECOMPUTE when the engine starts"
-"""Why no parked prefix is known: each costs the host time when its request ends."""
 
 POLL_S = 1.0
 """Time between two looks of an idle engine at workers of other processes."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from canary_core.plugins import start_for as start_plugins_for
     from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
     from canary_core.read_table import ReadLens, ReadTable
-    from canary_core.recomputer import CachedRequest, Computed, Outline, Recomputer, Touch
+    from canary_core.recomputer import CachedRequest, Computed, Outline, Recomputer, Touch, may_recompute
     from canary_core.runtime.contents import Contents
     from canary_core.verdict import Verdict
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
@@ -144,6 +144,7 @@ __all__ = [
     "fingerprint_bytes",
     "hook_manager",
     "hookimpl",
+    "may_recompute",
     "private_hooks",
     "report_unguarded",
     "require_engine",
@@ -163,7 +164,7 @@ _WHEN_ASKED = {
     "plugins.hookspecs": ("PROTOCOL", "hookimpl"),
     "runtime.contents": ("Contents",),
     "read_table": ("ReadLens", "ReadTable"),
-    "recomputer": ("CachedRequest", "Computed", "Outline", "Recomputer", "Touch"),
+    "recomputer": ("CachedRequest", "Computed", "Outline", "Recomputer", "Touch", "may_recompute"),
     "verdict": ("Verdict",),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
     "watchers.ranks.group": ("RankGroup",),

@@ -8,12 +8,19 @@ from typing import Literal
 from torch import Tensor
 
 from canary_core.attention import AttentionObserver, AttentionRule
+from canary_core.config import CanaryConfig
 from canary_core.events import Event, Level
 from canary_core.region import KVSource, Region
 
 STARVED_LOOKS = 250
 """Looks in a row for a request of ``CANARY_RECOMPUTE`` without one to choose, though there are some, until a
 ``recompute_starved`` event says so."""
+
+
+def may_recompute(config: CanaryConfig) -> bool:
+    """Whether requests may be computed again: a share of them (``CANARY_RECOMPUTE``), or any that somebody asks for
+    (``CANARY_CONTROL=write``)."""
+    return bool(config.recompute) or config.control == "write"
 
 
 def recompute_starved(looks: int, reason: str) -> Event | None:

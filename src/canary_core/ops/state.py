@@ -165,8 +165,9 @@ class RegionState:
         self.stores = torch.zeros_like(self.fingerprints) if looked_at else self.fingerprints.new_zeros(0, 0)
         self.repairs = config.repair and own > 0
         """Whether flipped words are put back."""
-        wanted = bool(config.recompute) or config.control == "write"
-        self.recomputes = wanted and region.kind in (RegionKind.FULL, RegionKind.WINDOW)
+        from canary_core.recomputer import may_recompute
+
+        self.recomputes = may_recompute(config) and region.kind in (RegionKind.FULL, RegionKind.WINDOW)
         """Whether requests may be computed again, and their KV compared."""
         read_tiles = -(-config.read_check // READ_TILE)
         if config.read_check < 0 or region.kind in (RegionKind.STATE, RegionKind.RING):

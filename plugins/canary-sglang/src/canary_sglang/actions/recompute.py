@@ -10,6 +10,7 @@ from torch import Tensor
 
 from canary_adapters import (
     LOST_ADAPTER,
+    UNREMEMBERED,
     BlockGroup,
     InternalRequests,
     ParkedPrefix,
@@ -21,7 +22,7 @@ from canary_adapters import (
     model_rounding,
     recompute_off,
 )
-from canary_core import Canary, RegionKind
+from canary_core import Canary, RegionKind, may_recompute
 from canary_sglang.actions.agreement import Agreement
 from canary_sglang.actions.held_messages import HeldMessages
 from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
@@ -34,7 +35,7 @@ SPARE = 2
 
 KINDS = (RegionKind.FULL, RegionKind.WINDOW)
 
-NOT_FROM_THE_START = "of several ranks that takes CANARY_CONTROL=write or CANARY_RECOMPUTE when the engine starts"
+NOT_FROM_THE_START = f"of several ranks {UNREMEMBERED}"
 NOT_ALIKE = "not all ranks have requests computed again in the same way, or some are unguarded: they can't do it alike"
 OFF = "Canary was switched off on rank {rank}"
 
@@ -75,8 +76,8 @@ class SchedulerRecompute(InternalRequests):
         self._touched = Touches(self._request)
         self._recomputes = Recomputes(self, self._touched, canary.config.recompute, self._clock)
         self._active = bool(canary.config.recompute)
-        self.parked = "that takes CANARY_CONTROL=write or CANARY_RECOMPUTE when the engine starts"
-        self._remembers = self._active or canary.config.control == "write"
+        self.parked = UNREMEMBERED
+        self._remembers = may_recompute(canary.config)
         self._prefixes: RadixPrefixes | None = None
         self._cache: Any = None
         self._messages: HeldMessages | None = None

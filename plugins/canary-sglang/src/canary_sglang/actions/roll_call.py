@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from canary_adapters import RollCall, answer, default_store
-from canary_core import AttachError, Canary, CanaryConfig
+from canary_core import AttachError, Canary, CanaryConfig, may_recompute
 from canary_core import __version__ as core_version
 from canary_sglang.compat.ranks import ReplicaRank
 from canary_sglang.version import __version__
@@ -155,11 +155,10 @@ def _key(what: object) -> str:
 
 def _ways(config: CanaryConfig, guarded: bool) -> dict[str, str]:
     """How this rank does the things done by ranks together; empty for a thing not done."""
-    share = config.recompute
-    remembers = bool(share) or config.control == "write"
+    share, recomputes = config.recompute, guarded and may_recompute(config)
     return {
         ACTS: config.on_violation if config.on_violation != "report" else "",
-        RECOMPUTES: f"{share.share} {share.verdicts} {config.control == 'write'}" if guarded and remembers else "",
+        RECOMPUTES: f"{share.share} {share.verdicts} {config.control == 'write'}" if recomputes else "",
     }
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from canary_adapters import NOT_REMEMBERED
-from canary_core import Canary, CanaryError, Patches, Touch, Verification
+from canary_core import Canary, CanaryError, Patches, Touch, Verification, may_recompute
 from canary_transformers.continuous import compat, parked
 from canary_transformers.continuous.recompute import ContinuousRecomputer
 
@@ -32,8 +32,7 @@ class Verifier:
         self._processor = processor
         self._recomputer = ContinuousRecomputer(processor, groups, model)
         self._recompute: Recompute | None = None
-        wanted = canary.config.control == "write" or canary.config.recompute
-        self._not_parked = parked.unable(processor, groups) if wanted else NOT_WANTED
+        self._not_parked = parked.unable(processor, groups) if may_recompute(canary.config) else NOT_WANTED
         self._parked: parked.LedgerPrefixes | None = None
         if self._not_parked is None:
             own = self._recomputer, lambda: self.recompute

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from canary_adapters import IdleWorkers, RecomputePair, SchedulerRequests
-from canary_core import CanaryConfig
+from canary_core import CanaryConfig, may_recompute
 from canary_vllm.session import Session
 
 
@@ -16,7 +16,7 @@ def follow(scheduler: Any, config: CanaryConfig) -> SchedulerRequests:
     abort = partial(scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
     requests = SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, config.recompute)
     requests.polls = config.control == "write"
-    if requests.polls or config.recompute:
+    if may_recompute(config):
         requests.remember()
     return requests
 
