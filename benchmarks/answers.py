@@ -15,8 +15,8 @@ import torch
 
 from canary_adapters import AnswerCheck, AnswerLists
 from canary_core import Canary, CanaryConfig, KVSource, Region
-from canary_core.kit.quiet import unheard
 from canary_core.records import SAMPLE_POSITION_BITS, SAMPLE_TOKEN_BITS, SAMPLE_TOKENS
+from canary_kit.quiet import unheard
 
 REQUESTS, PROMPT, STEPS, ROUNDS = 256, 100, 64, 20
 

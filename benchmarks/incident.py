@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, SlotTable
-from canary_core.desk.incidents.investigator import Investigator
 from canary_core.incident import Incident
-from canary_core.kit.quiet import unheard
+from canary_desk.incidents.investigator import Investigator
+from canary_kit.quiet import unheard
 
 SLOTS, LAYERS, ROW, TOKENS = 20_000, 32, 1024, 1000
 

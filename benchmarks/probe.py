@@ -11,7 +11,7 @@ import torch
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, SlotTable
 from canary_core.guard.reporting import alarm_test
-from canary_core.kit.quiet import unheard
+from canary_kit.quiet import unheard
 
 LAYERS, SLOTS, ROUNDS = 32, 4096, 2000
 

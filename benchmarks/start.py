@@ -17,7 +17,7 @@ import torch
 from benchmarks.setting import REGION, Traffic, region
 from benchmarks.step import DECODE
 from canary_core import BatchView, Canary, CanaryConfig, SlotTable
-from canary_core.kit.quiet import unheard
+from canary_kit.quiet import unheard
 
 MOST_ROWS = 256
 

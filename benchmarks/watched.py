@@ -19,9 +19,9 @@ from dataclasses import replace
 import torch
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, SlotTable
-from canary_core.desk.control.client import ask, found
-from canary_core.desk.control.messages import Request
-from canary_core.kit.quiet import unheard
+from canary_desk.control.client import ask, found
+from canary_desk.control.messages import Request
+from canary_kit.quiet import unheard
 
 PORT = 19_464
 FORWARDS, TURNS = 100_000, 5

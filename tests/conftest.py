@@ -12,10 +12,10 @@ from structlog.testing import capture_logs
 from support.guarded import Guarded
 from support.interpreter import hasten
 
-from canary_core.desk.incidents import investigator
 from canary_core.guard import canary
 from canary_core.plugins import hook_manager
 from canary_core.testing import Findings
+from canary_desk.incidents import investigator
 
 MakeDistribution = Callable[..., None]
 

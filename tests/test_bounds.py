@@ -10,8 +10,8 @@ from canary_adapters import unknown_tokens
 from canary_adapters.block_lists import MOST_BLOCKS, BlockLists
 from canary_core import Writers
 from canary_core.batch import tokens_cut
-from canary_core.desk.metrics.readings import MetricReading
 from canary_core.runtime.workspace import MOST_SORTS
+from canary_desk.metrics.readings import MetricReading
 
 
 @pytest.mark.parametrize(("longest", "cut"), [(65_500, False), (65_537, True), (200_000, True)])
@@ -50,7 +50,7 @@ def test_sampled_tokens_that_fit_no_forward_are_counted():
 
 def test_incidents_that_nobody_could_look_at_are_told(monkeypatch):
     """Beyond those that wait: each by its number."""
-    monkeypatch.setattr("canary_core.desk.incidents.investigator.MOST_WAITING", 0)
+    monkeypatch.setattr("canary_desk.incidents.investigator.MOST_WAITING", 0)
     g = Guarded(read_check=-1)
     request = g.submit(tokens=8)
     g.step()

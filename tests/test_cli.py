@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import canary_core
 from canary_core.config import CanaryConfig
-from canary_core.desk.cli.app import app
+from canary_desk.cli.app import app
 
 
 def run(*arguments: str, **environment: str) -> Result:

@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 
 from canary_adapters import JoinedPools, LayerTensors, PackedPage, PackedPool, RowPool, addresses, kv_layers
 from canary_core.config import CanaryConfig
-from canary_core.desk import log
-from canary_core.desk.cli import app
 from canary_core.events import Event
 from canary_core.guard.canary import Canary
 from canary_core.guard.coverage import Coverage
 from canary_core.plugins import Plugins
 from canary_core.region import Uncovered
 from canary_core.watchers.audit.memory import EngineMemory
+from canary_desk import log
+from canary_desk.cli import app
 
 
 def _pool(name="full", layers=2):

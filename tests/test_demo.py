@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from canary_core import Canary, CanaryConfig, Event
 from canary_core.config import ScrubBudget
-from canary_core.desk.cli.app import app
 from canary_core.errors import PluginError
-from canary_core.kit import demo
-from canary_core.kit.demo import Demo
-from canary_core.kit.engines import Traffic
 from canary_core.plugins import private_hooks
 from canary_core.testing import FAULTS, PROMPT_TOKENS, TOKENS, FaultSpec, Findings, Job, Served
+from canary_desk.cli.app import app
+from canary_kit import demo
+from canary_kit.demo import Demo
+from canary_kit.engines import Traffic
 
 SMALL = 8
 """Requests of clean traffic."""
@@ -69,7 +69,7 @@ def run(monkeypatch: pytest.MonkeyPatch, engine: ToyDemo, *arguments: str) -> Re
 def one_fault(monkeypatch):
     """Fewer faults and runs, where the number of them is not the point."""
     monkeypatch.setattr(demo, "FAULTS", {"real_kv_used": FAULTS["real_kv_used"]})
-    monkeypatch.setattr("canary_core.desk.cli.demo_screen.FAULTS", {"real_kv_used": FAULTS["real_kv_used"]})
+    monkeypatch.setattr("canary_desk.cli.demo_screen.FAULTS", {"real_kv_used": FAULTS["real_kv_used"]})
     monkeypatch.setattr(demo, "OVERHEAD_ROUNDS", 1)
 
 

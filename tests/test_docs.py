@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 import canary_core
 from canary_core.config import CanaryConfig
 from canary_core.config.shown import settings
-from canary_core.desk.cli.app import EXIT_CODES, app
 from canary_core.events import Event
 from canary_core.guard.slots import SlotEvents
-from canary_core.kit.faults.catalogue import FAULTS
 from canary_core.plugins import hookspecs
 from canary_core.records import Kind
+from canary_desk.cli.app import EXIT_CODES, app
+from canary_kit.faults.catalogue import FAULTS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -141,7 +141,7 @@ def test_variables_are_settings(page):
 def test_public_names_exist(page):
     """Every hook, every public name, and every call of `Step` and `SlotEvents` that a page names exists."""
     text = code(page)
-    packages = "core|adapters|sglang|transformers|vllm|myengine|toy|mini_infer|findings_file"
+    packages = "core|adapters|desk|kit|sglang|transformers|vllm|myengine|toy|mini_infer|findings_file"
     hooks = set(re.findall(rf"\bcanary_(?!{packages})\w+", text))
     assert sorted(h for h in hooks if not hasattr(hookspecs, h)) == []
     names = set(re.findall(r"\bcanary_core\.([A-Za-z]\w*)", text)) - {"testing", "hookspecs"}

@@ -13,10 +13,10 @@ from support.weights import Model, flip
 from typer.testing import CliRunner
 
 from canary_core import AttachError, CanaryConfig, ConfigError, Kind, State, check_payload
-from canary_core.desk.cli.app import app
 from canary_core.ops import fingerprint_keys, hashing
 from canary_core.records import POSITION, STATES
 from canary_core.testing import read_bytes
+from canary_desk.cli.app import app
 
 WORD = 1 << 32
 PROMPT = list(range(100, 117))

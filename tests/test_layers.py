@@ -6,10 +6,10 @@ from support.toy import ToyEngine
 
 from canary_core import CanaryConfig, ConfigError
 from canary_core.config import LayerShare
-from canary_core.desk.metrics.readings import MetricReading
 from canary_core.layers import guarded_layers, turn_of
 from canary_core.records import Kind
 from canary_core.region import Placement
+from canary_desk.metrics.readings import MetricReading
 
 
 @pytest.mark.parametrize(

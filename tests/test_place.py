@@ -9,8 +9,8 @@ from support.toy import ToyEngine
 
 from canary_core import CanaryConfig
 from canary_core.config.faults import FaultSpec
-from canary_core.desk.metrics.readings import MetricReading
 from canary_core.place import Place
+from canary_desk.metrics.readings import MetricReading
 
 
 def test_it_says_which_process_of_which_engine_on_which_machine():

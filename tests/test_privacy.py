@@ -11,10 +11,10 @@ from support.guarded import Guarded
 from typer.testing import CliRunner
 
 from canary_core import Kind, Phase, Violation, ViolationError, hookimpl
-from canary_core.desk.cli.app import app
-from canary_core.desk.control.commands import Commands
-from canary_core.desk.control.messages import Request
-from canary_core.desk.metrics.readings import Readings
+from canary_desk.cli.app import app
+from canary_desk.control.commands import Commands
+from canary_desk.control.messages import Request
+from canary_desk.metrics.readings import Readings
 
 SECRET = 7_654_321
 """Tokens that occur nowhere else begin with its first digits."""

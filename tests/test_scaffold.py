@@ -17,10 +17,10 @@ from support.code_lines import code_lines
 from support.distributions import installed
 from typer.testing import CliRunner
 
-from canary_core.desk.cli.app import app
 from canary_core.errors import PluginError
-from canary_core.kit import scaffold
 from canary_core.testing import ABILITIES
+from canary_desk.cli.app import app
+from canary_kit import scaffold
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "canary-toy"
@@ -44,7 +44,7 @@ def texts(folder: Path) -> dict[str, str]:
 
 def test_the_example_is_what_the_command_writes(tmp_path):
     """examples/canary-toy is the plugin ``toy``, file by file. To change it change the templates in
-    src/canary_core/kit/scaffold, delete the folder, and run ``canary new-plugin toy --into examples``."""
+    src/canary_kit/scaffold, delete the folder, and run ``canary new-plugin toy --into examples``."""
     scaffold.write(scaffold.Names("toy"), tmp_path)
     written, example = texts(tmp_path / "canary-toy"), texts(EXAMPLE)
     assert written.keys() == example.keys()
@@ -218,9 +218,7 @@ def test_the_wheel_has_the_templates(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path / "installed")
-    code = (
-        "from pathlib import Path; from canary_core.kit import scaffold; scaffold.write(scaffold.Names('toy'), Path())"
-    )
+    code = "from pathlib import Path; from canary_kit import scaffold; scaffold.write(scaffold.Names('toy'), Path())"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, timeout=120)
     assert texts(tmp_path / "canary-toy") == texts(EXAMPLE)

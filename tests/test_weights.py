@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from canary_core import Kind
-from canary_core.desk.cli.app import app
-from canary_core.desk.metrics.readings import MetricReading
+from canary_desk.cli.app import app
+from canary_desk.metrics.readings import MetricReading
 
 
 class Serving(Guarded):

@@ -12,8 +12,10 @@ RIDDLE = r"(What|Whoever|Whatever)\b"
 
 
 def room(file: Path) -> str:
-    """The folder of a source file, below canary_core; a plugin or the adapters are one room."""
+    """The folder of a source file, below canary_core or beside it; a plugin or the adapters are one room."""
     parts = file.parts[file.parts.index("src") + 1 : -1]
+    if parts[0] in ("canary_desk", "canary_kit"):
+        return "/".join(parts)
     return ("/".join(parts[1:]) or "nouns") if parts[0] == "canary_core" else parts[0]
 
 

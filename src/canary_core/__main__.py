@@ -1,5 +1,5 @@
 """``python -m canary_core`` is the ``canary`` command."""
 
-from canary_core.desk.cli.app import main
+from canary_desk.cli.app import main
 
 main()

@@ -2,7 +2,7 @@
 demo``."""
 
 from canary_core.config.faults import FaultSpec
-from canary_core.kit.conformance import (
+from canary_kit.conformance import (
     ABILITIES,
     Ability,
     EngineSession,
@@ -12,13 +12,13 @@ from canary_core.kit.conformance import (
     run_suite,
     suite_tests,
 )
-from canary_core.kit.engines import NEW_TOKENS, PROMPT_TOKENS, TOKENS, DemoEngine, Job, Served
-from canary_core.kit.faults.catalogue import FAULTS
-from canary_core.kit.faults.injector import FaultInjector
-from canary_core.kit.faults.scene import read_bytes, write_bytes
-from canary_core.kit.findings import Findings
-from canary_core.kit.oracle import TokenOracle
-from canary_core.kit.quiet import one_thread
+from canary_kit.engines import NEW_TOKENS, PROMPT_TOKENS, TOKENS, DemoEngine, Job, Served
+from canary_kit.faults.catalogue import FAULTS
+from canary_kit.faults.injector import FaultInjector
+from canary_kit.faults.scene import read_bytes, write_bytes
+from canary_kit.findings import Findings
+from canary_kit.oracle import TokenOracle
+from canary_kit.quiet import one_thread
 
 __all__ = [
     "ABILITIES",

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from canary_core import Patches
 from canary_core.errors import PluginError
-from canary_core.kit.conformance.stage import Ask, Drive
-from canary_core.kit.faults.catalogue import FAULTS
 from canary_core.plugins import hook_manager
 from canary_core.testing import (
     ABILITIES,
@@ -27,6 +25,8 @@ from canary_core.testing import (
     run_suite,
     suite_tests,
 )
+from canary_kit.conformance.stage import Ask, Drive
+from canary_kit.faults.catalogue import FAULTS
 
 
 class Lazy(EngineSession):

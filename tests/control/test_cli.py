@@ -16,9 +16,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import canary_core
-from canary_core.desk.cli import control_screen
-from canary_core.desk.cli.app import app
-from canary_core.desk.control import client
+from canary_desk.cli import control_screen
+from canary_desk.cli.app import app
+from canary_desk.control import client
 
 ENGINE = """
 from support.guarded import Guarded

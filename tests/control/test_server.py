@@ -16,12 +16,12 @@ import pytest
 from support.guarded import Guarded
 
 import canary_core
-from canary_core.desk.control import client, server
-from canary_core.desk.control.commands import Commands
-from canary_core.desk.control.messages import MOST_REQUEST_BYTES, Reply, Request
-from canary_core.desk.control.server import MOST_CLIENTS, Server
-from canary_core.desk.metrics.readings import Readings
 from canary_core.errors import ControlError
+from canary_desk.control import client, server
+from canary_desk.control.commands import Commands
+from canary_desk.control.messages import MOST_REQUEST_BYTES, Reply, Request
+from canary_desk.control.server import MOST_CLIENTS, Server
+from canary_desk.metrics.readings import Readings
 
 FUZZED = 100_000
 """Messages that are no requests, or nearly none."""
@@ -393,10 +393,10 @@ def test_without_files_left_it_waits_between_two_tries(folder, monkeypatch):
 PARENT = """
 import os, signal, sys
 from pathlib import Path
-from canary_core.desk.control.messages import Reply
-from canary_core.desk.control.server import Server
-from canary_core.desk.metrics import prometheus
-from canary_core.desk.metrics.readings import Readings
+from canary_desk.control.messages import Reply
+from canary_desk.control.server import Server
+from canary_desk.metrics import prometheus
+from canary_desk.metrics.readings import Readings
 server = Server(Path(sys.argv[1]), lambda request: Reply(result={"pid": os.getpid()}))
 metrics = prometheus.listen(Readings(), "127.0.0.1", 0)
 port = metrics.server_address[1]

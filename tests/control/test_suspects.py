@@ -8,7 +8,7 @@ from support.toy import ToyEngine
 
 import canary_core
 from canary_core import CanaryError, Verification
-from canary_core.desk.control.suspects import MOST_SUSPECTS
+from canary_desk.control.suspects import MOST_SUSPECTS
 
 
 class Verifier:

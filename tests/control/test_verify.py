@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import canary_core
-from canary_core.desk.cli.app import app
-from canary_core.desk.control import client, verifications
-from canary_core.desk.control.messages import MOST_VALUE, Request
+from canary_desk.cli.app import app
+from canary_desk.control import client, verifications
+from canary_desk.control.messages import MOST_VALUE, Request
 
 HERE = Path(__file__).parent
 LONG = ("--timeout", "600")

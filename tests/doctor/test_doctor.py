@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from canary_core import plugins
 from canary_core.config import CanaryConfig
-from canary_core.desk.cli.app import app
-from canary_core.desk.doctor import checks, places
+from canary_desk.cli.app import app
+from canary_desk.doctor import checks, places
 
 TOY = """
 from canary_core import EngineInfo, HookTarget, hookimpl

@@ -2,7 +2,7 @@
 
 import torch
 
-from canary_core.desk.doctor import checks, self_test
+from canary_desk.doctor import checks, self_test
 
 
 def test_every_fault_is_found_and_nothing_else():

@@ -22,7 +22,7 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 from typer.testing import CliRunner
 
-from canary_core.desk.cli.app import app
+from canary_desk.cli.app import app
 
 PATIENCE_S = 20
 NASTY = (

@@ -15,9 +15,9 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 from typer.testing import CliRunner
 
-from canary_core.desk.cli.app import app
-from canary_core.desk.explain import page, tell
-from canary_core.desk.incidents.bundle import read_bundle
+from canary_desk.cli.app import app
+from canary_desk.explain import page, tell
+from canary_desk.incidents.bundle import read_bundle
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "incident"
 """Of real continuous batching: KV of one request was written over another's."""
@@ -318,7 +318,7 @@ def test_a_lost_write_is_in_the_heat_map_and_nobody_is_about_to_read(tmp_path):
 
 def test_times_are_by_the_clock(tmp_path):
     """In UTC, and between what is known where steps have no time of their own; equal lines are one with a number."""
-    from canary_core.desk.explain.affected import StepTimes, folded
+    from canary_desk.explain.affected import StepTimes, folded
 
     clock = StepTimes([(0, 0.0), (100, 3600.0), (101, 3601.0)])
     assert [clock.at(step) for step in (50, 101, 102)] == ["00:00:00 to 01:00:00", "01:00:01", ""]

@@ -7,10 +7,10 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core.desk.explain import tell
-from canary_core.desk.explain.timeline import timeline
-from canary_core.desk.incidents.bundle import read_bundle
 from canary_core.runtime.journal import Entry
+from canary_desk.explain import tell
+from canary_desk.explain.timeline import timeline
+from canary_desk.incidents.bundle import read_bundle
 
 
 @pytest.fixture

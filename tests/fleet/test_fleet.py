@@ -12,11 +12,11 @@ from support.toy import ToyEngine
 from typer.testing import CliRunner
 
 from canary_core import Kind, Violation
-from canary_core.desk.cli.app import app
-from canary_core.desk.fleet.groups import groups
-from canary_core.desk.fleet.sightings import of_bundles
-from canary_core.desk.incidents import bundle_writer
 from canary_core.records import Phase
+from canary_desk.cli.app import app
+from canary_desk.fleet.groups import groups
+from canary_desk.fleet.sightings import of_bundles
+from canary_desk.incidents import bundle_writer
 
 ENGINES, LAYERS = 24, 6
 

@@ -6,8 +6,8 @@ from gpu.engine import no_waiting
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core.desk.incidents.bundle import read_bundle
-from canary_core.desk.incidents.evidence import take
+from canary_desk.incidents.bundle import read_bundle
+from canary_desk.incidents.evidence import take
 
 pytestmark = pytest.mark.gpu
 

@@ -18,14 +18,14 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core.desk.explain import tell
-from canary_core.desk.incidents import bundle_writer
-from canary_core.desk.incidents.bundle import PARTIAL, BundleError, read_bundle
-from canary_core.desk.incidents.bundle_writer import GIVEN_UP_S
-from canary_core.desk.incidents.diagnosis import diagnose
-from canary_core.desk.incidents.patterns import patterns
-from canary_core.desk.incidents.rotation import Limits, rotate
 from canary_core.ops.histories import Happening
+from canary_desk.explain import tell
+from canary_desk.incidents import bundle_writer
+from canary_desk.incidents.bundle import PARTIAL, BundleError, read_bundle
+from canary_desk.incidents.bundle_writer import GIVEN_UP_S
+from canary_desk.incidents.diagnosis import diagnose
+from canary_desk.incidents.patterns import patterns
+from canary_desk.incidents.rotation import Limits, rotate
 
 SECRET = 7_654_321
 """A token id that occurs nowhere else."""
@@ -204,7 +204,7 @@ def test_a_full_disk_is_one_event_and_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         put(handle)
 
-    monkeypatch.setattr("canary_core.desk.incidents.bundle_writer.os.fsync", full)
+    monkeypatch.setattr("canary_desk.incidents.bundle_writer.os.fsync", full)
     guarded = broken(tmp_path)
     assert list(tmp_path.iterdir()) == []
     (event,) = guarded.findings.told("bundle_failed")
@@ -215,8 +215,8 @@ def test_a_full_disk_is_one_event_and_leaves_nothing(tmp_path, monkeypatch):
 WRITER = """
 import os, sys
 from pathlib import Path
-from canary_core.desk.explain import tell
-from canary_core.desk.incidents import bundle_writer
+from canary_desk.explain import tell
+from canary_desk.incidents import bundle_writer
 sys.path.insert(0, sys.argv[2])
 put, calls = bundle_writer._put, []
 def slow(path, content):

@@ -201,7 +201,7 @@ def test_a_look_that_fails_is_told_and_harms_nobody(served, monkeypatch):
     def fail(*args):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr("canary_core.desk.incidents.investigator.take", fail)
+    monkeypatch.setattr("canary_desk.incidents.investigator.take", fail)
     rows(guarded, "k.0")[one.slots[2]] += 1
     guarded.decode()
     guarded.canary.drain()

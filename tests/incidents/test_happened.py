@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from canary_core import Kind, Violation
-from canary_core.desk.incidents.evidence import Evidence
-from canary_core.desk.incidents.happened import had_it, held_before, last_of_all, was_cached
 from canary_core.kinds.case import Held
 from canary_core.ops.histories import Happening
 from canary_core.records import Phase
 from canary_core.runtime.journal import Entry
+from canary_desk.incidents.evidence import Evidence
+from canary_desk.incidents.happened import had_it, held_before, last_of_all, was_cached
 
 SLOTS = (16, 17)
 

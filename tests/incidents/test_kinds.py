@@ -10,8 +10,8 @@ from support import sentences
 from canary_core import CanaryError, Kind, Phase, Violation
 from canary_core.kinds import registry
 from canary_core.kinds.finding_kind import FindingKind
-from canary_core.kit.conformance.problems import Nonconforming, require_silence
 from canary_core.records import PROBE, Counter
+from canary_kit.conformance.problems import Nonconforming, require_silence
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.any_finding import FINDINGS
 
-from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.incident import Incident
 from canary_core.kinds import registry
 from canary_core.kinds.classes import UNKNOWN
+from canary_desk.incidents.diagnosis import diagnose
 
 
 @settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

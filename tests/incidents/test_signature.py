@@ -7,8 +7,8 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core.desk.incidents.bundle import read_bundle
-from canary_core.desk.incidents.signature import content_digest
+from canary_desk.incidents.bundle import read_bundle
+from canary_desk.incidents.signature import content_digest
 
 
 def damaged(directory, name="a", position=5, layer=1, bit=9, seed=0, **settings):

@@ -4,12 +4,12 @@ import pytest
 from support.flipped import flipped
 
 from canary_core import ViolationError
-from canary_core.desk.control.commands import Commands
-from canary_core.desk.control.messages import Request
-from canary_core.desk.incidents import suppressions
-from canary_core.desk.incidents.signature import Signature
-from canary_core.desk.incidents.suppressions import Suppressions
-from canary_core.desk.metrics.readings import Readings
+from canary_desk.control.commands import Commands
+from canary_desk.control.messages import Request
+from canary_desk.incidents import suppressions
+from canary_desk.incidents.signature import Signature
+from canary_desk.incidents.suppressions import Suppressions
+from canary_desk.metrics.readings import Readings
 
 TEXT = "bytes:flipped_bit:1:bit:-"
 

@@ -8,8 +8,8 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 from typer.testing import CliRunner
 
-from canary_core.desk.cli.app import app
-from canary_core.desk.incidents.bundle import read_bundle
+from canary_desk.cli.app import app
+from canary_desk.incidents.bundle import read_bundle
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{SPAN}-01"

@@ -7,7 +7,7 @@ from ledger.host_tier import HostTier
 from ledger.test_histories import history
 from support.toy import ToyEngine
 
-from canary_core.desk.metrics.readings import MetricReading
+from canary_desk.metrics.readings import MetricReading
 
 PROMPT = list(range(5, 22))
 

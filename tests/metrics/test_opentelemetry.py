@@ -10,10 +10,10 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from support.guarded import Guarded
 
-from canary_core.desk.metrics import opentelemetry
-from canary_core.desk.metrics.families import FAMILIES, PREFIX
-from canary_core.desk.metrics.readings import Readings
 from canary_core.errors import MetricsError
+from canary_desk.metrics import opentelemetry
+from canary_desk.metrics.families import FAMILIES, PREFIX
+from canary_desk.metrics.readings import Readings
 
 
 def test_instruments_have_what_a_scrape_has():

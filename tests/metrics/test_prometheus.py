@@ -16,11 +16,11 @@ from support.guarded import Guarded
 
 import canary_core
 from canary_core.config import CanaryConfig
-from canary_core.desk.metrics import prometheus
-from canary_core.desk.metrics.families import FAMILIES, OWNER
-from canary_core.desk.metrics.plugin import Offers
-from canary_core.desk.metrics.readings import Readings
 from canary_core.errors import MetricsError
+from canary_desk.metrics import prometheus
+from canary_desk.metrics.families import FAMILIES, OWNER
+from canary_desk.metrics.plugin import Offers
+from canary_desk.metrics.readings import Readings
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ import pytest
 from support.guarded import Guarded
 
 from canary_core import CanaryConfig, Uncovered, attach, hook_manager, report_unguarded
-from canary_core.desk.metrics import plugin, prometheus
-from canary_core.desk.metrics.readings import Readings
+from canary_desk.metrics import plugin, prometheus
+from canary_desk.metrics.readings import Readings
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from canary_core.desk.metrics.families import FAMILIES
+from canary_desk.metrics.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "monitoring"

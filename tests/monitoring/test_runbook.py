@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import canary_core
-from canary_core.desk.cli.app import app
+from canary_desk.cli.app import app
 
 PAGE = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text()
 COMMANDS = sorted(set(re.findall(r"`canary ([a-z][^`]*)`", PAGE)))

@@ -12,9 +12,9 @@ import pytest
 from support.flipped import flipped
 
 from canary_core import CanaryConfig
-from canary_core.desk.notify import sender
-from canary_core.desk.notify.sender import MOST_WAITING, Sender, Target
 from canary_core.errors import ConfigError
+from canary_desk.notify import sender
+from canary_desk.notify.sender import MOST_WAITING, Sender, Target
 
 KEY = b"sixteen bytes or more"
 

@@ -82,7 +82,7 @@ def test_a_flood_makes_it_after_one_incident(tmp_path, monkeypatch):
 def test_a_start_removes_what_an_ended_process_has_left(tmp_path):
     """Also where its number was given out again; what a running process has made, and what is not ours, stays."""
     file = tmp_path / "unready"
-    make = "from canary_core.desk.notify.unready import Unready; Unready(sys.argv[1], 1, print)._make('a test')"
+    make = "from canary_desk.notify.unready import Unready; Unready(sys.argv[1], 1, print)._make('a test')"
     subprocess.run([sys.executable, "-c", f"import sys; {make}", str(file)], check=True)
     ended = json.loads(file.read_text())
     for left in (ended, {**ended, "pid": os.getpid()}):

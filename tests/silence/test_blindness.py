@@ -11,7 +11,6 @@ from canary_toy.hooks import ToyGuard
 from canary_toy.toy_engine import Engine
 
 from canary_core import CanaryConfig, CanaryError, hook_manager, hookimpl
-from canary_core.desk.incidents.investigator import Investigator
 from canary_core.guard.reporting import alarm_test
 from canary_core.guard.reporting.lookout import Lookout
 from canary_core.guard.reporting.readback import ReadBack
@@ -20,6 +19,7 @@ from canary_core.records import Kind
 from canary_core.runtime.watch import WATCH, Watch
 from canary_core.runtime.witness import Witness
 from canary_core.testing import Findings
+from canary_desk.incidents.investigator import Investigator
 
 PROMPT = list(range(1, 30))
 

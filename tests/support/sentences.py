@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from canary_core import Kind, Phase, State, Violation
-from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.incident import Incident
 from canary_core.kinds.facts import ABSORBED
+from canary_desk.incidents.diagnosis import diagnose
 
 KNOWN = {
     "slot": 40, "page": 2, "source": "k.1", "layer": 1, "half": "k", "position": 9, "token": 7, "stored_token": 3,

@@ -7,7 +7,7 @@ import pytest
 from engines.process import EngineProcess
 from engines.setups import conformance
 
-from canary_core.kit.conformance import PluginConformance, suite_tests
+from canary_kit.conformance import PluginConformance, suite_tests
 
 pytestmark = pytest.mark.timeout(900)
 

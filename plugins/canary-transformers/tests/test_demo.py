@@ -5,10 +5,10 @@ from canary_transformers import plugin
 from canary_transformers.demo import TransformersDemo
 
 from canary_core import hookimpl
-from canary_core.kit import demo
-from canary_core.kit.demo import Demo
-from canary_core.kit.engines import Traffic
 from canary_core.testing import Job
+from canary_kit import demo
+from canary_kit.demo import Demo
+from canary_kit.engines import Traffic
 
 ENGINE = TransformersDemo()
 

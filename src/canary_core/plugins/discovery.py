@@ -21,12 +21,12 @@ PUBLISHED = ("sglang", "transformers", "vllm")
 """Canary's own engine plugins, in distributions of their own."""
 
 BUILT_IN = (
-    metadata.EntryPoint(REPORTING, "canary_core.desk.log:Reporting", GROUP),
-    metadata.EntryPoint("incidents", "canary_core.desk.incidents.plugin:Investigations", GROUP),
-    metadata.EntryPoint("notify", "canary_core.desk.notify.plugin:Notify", GROUP),
-    metadata.EntryPoint("faults", "canary_core.kit.faults.injector:ConfiguredFaults", GROUP),
-    metadata.EntryPoint("metrics", "canary_core.desk.metrics.plugin:Metrics", GROUP),
-    metadata.EntryPoint("control", "canary_core.desk.control.plugin:Control", GROUP),
+    metadata.EntryPoint(REPORTING, "canary_desk.log:Reporting", GROUP),
+    metadata.EntryPoint("incidents", "canary_desk.incidents.plugin:Investigations", GROUP),
+    metadata.EntryPoint("notify", "canary_desk.notify.plugin:Notify", GROUP),
+    metadata.EntryPoint("faults", "canary_kit.faults.injector:ConfiguredFaults", GROUP),
+    metadata.EntryPoint("metrics", "canary_desk.metrics.plugin:Metrics", GROUP),
+    metadata.EntryPoint("control", "canary_desk.control.plugin:Control", GROUP),
 )
 """Canary's own plugins by import path, in order of registration: before all others, in every manager. They are not
 declared as entry points, known only where Canary is installed, not where it is on ``PYTHONPATH``."""

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from canary_sglang import plugin
 
-from canary_core.kit.conformance import run_suite
 from canary_core.testing import ABILITIES, Ability, EngineSession, PluginConformance
+from canary_kit.conformance import run_suite
 from engines.driver import begin, converse
 from engines.session import SGLangSession
 from engines.setups import SETUPS

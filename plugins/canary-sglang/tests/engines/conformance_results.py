@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from canary_core.kit.conformance import PluginConformance, suite_tests
+from canary_kit.conformance import PluginConformance, suite_tests
 from engines.process import EngineProcess
 from engines.setups import conformance
 

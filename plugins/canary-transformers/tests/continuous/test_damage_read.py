@@ -11,9 +11,9 @@ from tiny.batching import HAS_POOL
 
 from canary_core import Canary, Kind, hookimpl
 from canary_core.guard.reporting.budget import PROCESS
-from canary_core.kit.engines import Job, Traffic
-from canary_core.kit.settings import default_config, strict_config
 from canary_core.testing import Findings
+from canary_kit.engines import Job, Traffic
+from canary_kit.settings import default_config, strict_config
 
 pytestmark = pytest.mark.skipif(not HAS_POOL, reason="Transformers 5.17 has no pool that could be followed")
 

@@ -325,7 +325,7 @@ def inject(worker: Any, fault: str, seed: int) -> None:
     import guard_witness
 
     from canary_core import plugins
-    from canary_core.kit.faults.injector import FaultInjector
+    from canary_kit.faults.injector import FaultInjector
 
     guard_witness.OBJECTS.clear()
     guard_witness.INJECTORS.append(FaultInjector.parse(fault, seed))
@@ -475,7 +475,7 @@ class Served:
         """Each fault of `CANARY_FAULTS`, once in each worker, while requests share prefixes and decode. Where only
         states are guarded, some find nothing to break, and without a prefix cache no slot is kept unused: those are
         left out."""
-        from canary_core.kit.faults.catalogue import FAULTS
+        from canary_kit.faults.catalogue import FAULTS
 
         done, has_kv = {}, bool({half for _, half, _ in self.places} - {"conv", "ssm"})
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler

@@ -1,5 +1,0 @@
-"""``canary new-plugin``: a distribution that guards a toy engine, to be replaced by a real one."""
-
-from canary_core.kit.scaffold.distribution import Names, write
-
-__all__ = ["Names", "write"]

@@ -1,0 +1,5 @@
+"""The ``canary`` command."""
+
+from canary_desk.cli.app import main
+
+__all__ = ["main"]
