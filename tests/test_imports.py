@@ -107,6 +107,8 @@ def test_every_wheel_says_what_it_is_and_carries_the_licence(project):
     assert about["description"].endswith(".")
     assert {"kv-cache", "sanitizer"} <= set(about["keywords"])
     assert "Typing :: Typed" in about["classifiers"]
+    packages = [folder for folder in project.joinpath("src").iterdir() if folder.joinpath("__init__.py").exists()]
+    assert [package.name for package in packages if not package.joinpath("py.typed").exists()] == []
 
 
 @pytest.mark.parametrize("folder", [*PLUGINS.values(), ROOT / "examples"], ids=lambda f: f.name)
