@@ -225,11 +225,11 @@ def test_with_a_full_cache_nothing_is_put_off(monkeypatch):
     assert "beside_s" not in told.fields
 
 
-def test_without_beside_nobody_is_asked(monkeypatch):
+def test_without_beside_the_process_is_waited_for(monkeypatch):
     """Engines that ask for their first forward at once get all of it at once."""
     starting = Starting(monkeypatch)
     starting.warm_up(beside=False)
-    assert starting.running == []
+    assert starting.process.calls == FINISHED
     assert starting.fingerprinted
     assert len(starting.told) == 1
 

@@ -226,14 +226,14 @@ class Canary:
         return region in self.states and self.states[region].reads
 
     def warm_up(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int, *, beside: bool = False) -> None:
-        """Compiles everything for forwards of up to ``most_rows`` rows, so that no request waits for a compiler.
-        ``batches(rows)``: one view of each sort to be issued by the engine, alike in dtypes, strides and left-out
-        fields, with so many rows of padding. Launches every op and leaves no trace in slots, counters, cursors and the
-        step. Never captured. With ``warms_up``, fingerprints all slots first.
+        """Compiles everything for forwards of up to ``most_rows`` rows, in another process: no request waits for a
+        compiler. ``batches(rows)``: one view of each sort to be issued by the engine, alike in dtypes, strides and
+        left-out fields, with so many rows of padding. Launches every op and leaves no trace in slots, counters, cursors
+        and the step. Never captured. With ``warms_up``, fingerprints all slots first.
 
-        ``beside``: the engine goes on to start (it captures graphs), and none of its forwards is guarded until then. If
-        there is much to compile, another process does so meanwhile, and the rest is put off until `finish_warm_up`, the
-        first guarded forward, or the first event of slots. Tensors of the views must stay until then.
+        ``beside``: the engine goes on to start (it captures graphs), and none of its forwards is guarded until then. So
+        nobody waits for that process, and the rest is put off until `finish_warm_up`, the first guarded forward, or the
+        first event of slots. Tensors of the views must stay until then.
         """
         if self.enabled:
             with self.guard("warm_up"):

@@ -22,7 +22,8 @@ PROGRESS_S = 10.0
 class StartUp:
     """Compiles the launches of forwards, fingerprints the pool if still to do, and launches every op once.
 
-    All at once; or, while another process compiles, as late as possible: before the first forward, or the first event
+    Another process compiles, whose forks don't wait for this one's interpreter lock. The rest follows at once; or,
+    while that process compiles, as late as possible: before the first forward, or the first event
     of slots, whichever calls `Switch.put_off` first. The GPU is not touched in between, so a graph can be captured
     meanwhile.
     """
@@ -47,12 +48,11 @@ class StartUp:
             began = time.perf_counter()
             views = list(self._padding(batches, most_rows))
             self._views += views
-            if beside:
-                process = compile_beside(
-                    self._workspace.backend, self._workspace.states, views, self._first_launches, self._processes
-                )
-                if process is not None:
-                    self._processes.append(process)
+            process = compile_beside(
+                self._workspace.backend, self._workspace.states, views, self._first_launches, self._processes
+            )
+            if process is not None:
+                self._processes.append(process)
             self._seconds += time.perf_counter() - began
             if beside and self._processes:
                 self._switch.put_off = self.finish

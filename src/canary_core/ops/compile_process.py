@@ -13,9 +13,10 @@ MODULE = "canary_core.ops.kernels.compile_child"
 """The module run by the process."""
 
 START = (
-    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[2]); runpy.run_module({module!r}, run_name='__main__')"
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
 )
-"""Line that runs the module, found in the folders given."""
+"""Line that runs the module, found in the folders given, and by its forks."""
 
 DONE = b"all is compiled"
 """Last output of the process where it is so: the exit status of a child is lost where SIGCHLD is ignored."""

@@ -5,25 +5,29 @@ the last output (`DONE`) say whether everything is compiled.
 """
 
 import fcntl
+import multiprocessing
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import triton
 
 from canary_core.ops.compile_process import DONE
-from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, unpack
+from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, pack, unpack
 from canary_core.ops.kernels.launch import MOST_COMPILERS
 
 NICENESS = 5
 """The engine comes first."""
+
+STDOUT = 1
+"""File descriptor."""
 
 LOOK_S = 0.5
 """Time between two looks at whether the engine is there."""
@@ -35,12 +39,28 @@ def main() -> int:
     threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     jobs = unpack(sys.stdin.buffer.read())
     # Ranks on one machine start together, and all of them need the same.
-    with _alone(Stamp(jobs).folder), ThreadPoolExecutor(MOST_COMPILERS) as threads:
-        done = list(threads.map(partial(_compile, _launchers()), jobs))
-    if not all(done):
-        return 1
+    with _alone(Stamp(jobs).folder):
+        if not compile_all(jobs):
+            return 1
     sys.stdout.buffer.write(DONE)
     return 0
+
+
+def compile_all(jobs: Sequence[CompileJob]) -> bool:
+    """Compiles side by side, in forks of this process, which have Triton loaded: a compilation holds Python's lock most
+    of the time, so threads would wait for each other. Whether all succeeded. Raises `BrokenProcessPool` where a fork
+    was killed."""
+    several = max(1, min(MOST_COMPILERS, len(os.sched_getaffinity(0)), len(jobs)))
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(several, mp_context=fork, initializer=_begin_fork, initargs=(os.getpid(),)) as forks:
+        return all(list(forks.map(_compile, [pack([job]) for job in jobs])))
+
+
+def _begin_fork(parent: int) -> None:
+    """A fork ends with its parent, and never keeps the parent's output open."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), STDOUT)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
@@ -63,6 +83,7 @@ def _alone(folder: Path | None) -> Iterator[None]:
         yield
 
 
+@cache
 def _launchers() -> Callable[..., Any] | None:
     """Triton's launchers for the GPU's driver, None where there is no driver."""
     try:
@@ -72,9 +93,11 @@ def _launchers() -> Callable[..., Any] | None:
     return made
 
 
-def _compile(launcher: Callable[..., Any] | None, job: CompileJob) -> bool:
-    """Whether the job succeeded."""
+def _compile(packed: bytes) -> bool:
+    """Whether the one packed job succeeded."""
+    launcher = _launchers()
     try:
+        (job,) = unpack(packed)
         kernel = job.compile()
         if launcher is not None:
             # Triton up to 3.6 has a C compiler make it, and keeps that in its cache, too.
