@@ -48,7 +48,7 @@ def main() -> int:
 
 def compile_all(jobs: Sequence[CompileJob]) -> bool:
     """Compiles side by side, in forks of this process, which have Triton loaded: a compilation holds Python's lock most
-    of the time, so threads would wait for each other. Whether all succeeded. Raises `BrokenProcessPool` where a fork
+    of the time, so threads would wait for each other. Whether all succeeded. Raises `RuntimeError` where a fork
     was killed."""
     several = max(1, min(MOST_COMPILERS, len(os.sched_getaffinity(0)), len(jobs)))
     fork = multiprocessing.get_context("fork")
