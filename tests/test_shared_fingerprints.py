@@ -183,7 +183,7 @@ def test_a_small_pool_has_a_fingerprint_for_each_layer():
 @pytest.mark.parametrize("name", SHARDS)
 def test_memory_is_within_the_setting(name):
     """Of every pool but one, whose records alone are more."""
-    most = 0.0175 if name.startswith("gpt-oss") else 0.01
+    most = 0.016 if name.startswith("gpt-oss") else 0.01
     assert share(SHARDS[name]) <= most
     assert share(SHARDS[name], memory="2%") <= 0.02
     assert share(SHARDS[name], memory="exact") >= share(SHARDS[name])

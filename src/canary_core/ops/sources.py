@@ -103,7 +103,7 @@ class SourceTable(Sequence[KVSource]):
     takes ``others`` bytes for a slot beside them.
     """
 
-    def __init__(self, region: Region, config: CanaryConfig, others: int = 0) -> None:
+    def __init__(self, region: Region, config: CanaryConfig, others: float = 0.0) -> None:
         device = region.device
         self._region = region
         self._config = config

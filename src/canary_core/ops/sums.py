@@ -49,7 +49,7 @@ class Sums(NamedTuple):
         return bool(self.groups)
 
     @classmethod
-    def of(cls, sources: Sequence[KVSource], region: Region, config: CanaryConfig, others: int) -> "Sums":
+    def of(cls, sources: Sequence[KVSource], region: Region, config: CanaryConfig, others: float) -> "Sums":
         """The sums for ``sources`` of ``region``, which has ``others`` bytes of Canary's for a slot beside them. Groups
         are as small as the memory allows."""
         nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
