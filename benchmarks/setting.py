@@ -187,7 +187,7 @@ class Setting:
         self.write_slots = flat(traffic.slots[:, shape.context_tokens :])
         self.reset()
         if case.scrub_bytes:
-            slots = min(max(case.scrub_bytes // state.sources.slot_bytes, 1), state.region.slots)
+            slots = min(max(case.scrub_bytes // state.sources.slot_bytes, 1), state.listed_slots)
             for word in (Cursor.SCRUB_SLOTS, Cursor.SCRUB_RUNNING):
                 state.cursors[word] = slots
             state.cursors[Cursor.SCRUB_PASS] = state.region.slots

@@ -11,6 +11,7 @@ from support.toy import ToyEngine
 from canary_core import CanaryConfig, ConfigError, Kind
 from canary_core.config import ScrubBudget
 from canary_core.guard import scrub
+from canary_core.ops import state as region_state
 from canary_core.ops.backends import torch_backend
 from canary_core.records import Cursor, ScrubWord
 
@@ -82,6 +83,29 @@ def test_a_scrub_compares_as_much_as_its_budget_says():
     assert canary.stats()["checked_bytes"] - before == 20 * 10 * region.slot_bytes
     assert canary.scrub_stats()["scrub_coverage"] == canary.stats()["scrubbed_slots"] / region.slots
     assert canary.scrub_stats()["scrub_coverage"] > 3
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_budget_beyond_a_list_gets_round_in_several_scrubs(monkeypatch, backend):
+    """In a large pool a list has room for a part of the slots. Every one has its turn, the figures say what was done,
+    and a check on demand has no bound."""
+    monkeypatch.setattr(region_state, "LEAST_LISTED", 4)
+    guarded = serving(budget_slots=256, backend=backend)
+    canary, region, state = guarded.canary, guarded.canary.regions["full"], guarded.canary.states["full"]
+    assert state.listed_slots == 256 // 16
+    before = canary.stats()["checked_bytes"]
+    for _ in range(6):
+        guarded.decode()
+    canary.drain()
+    assert canary.stats()["checked_bytes"] - before == 6 * 16 * region.slot_bytes
+    for slot in (2, 20, 40):
+        flip(guarded.engine, slot)
+        assert forwards_until_told(guarded) <= 5
+        flip(guarded.engine, slot)
+    flip(guarded.engine, 30)
+    canary.slots.check("full", torch.arange(1, 41))
+    canary.drain()
+    assert [v.slot for v in guarded.violations] == [30]
 
 
 def test_empty_slots_cost_nothing():

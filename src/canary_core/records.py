@@ -296,7 +296,7 @@ class Cursor(IntEnum):
     CHECK_TILES = 4
     """Most tiles of one mapping check; set by the host."""
     SCRUB_SLOTS = 5
-    """Most slots compared by one scrub; set by the host."""
+    """Most slots compared by one scrub, which has room for `RegionState.listed_slots`; set by the host."""
     SCRUB_RUNNING = 6
     """Slots of running requests in a scrub before parked slots have a turn; set by the host."""
     SCRUB_PASS = 7

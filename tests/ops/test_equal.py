@@ -143,11 +143,12 @@ def test_kernels_equal_reference_with_chunks():
     run(CHUNKED, "cpu")
 
 
-@pytest.fixture
-def shared(monkeypatch):
-    """Layers share fingerprints in groups of up to three, however small the pool."""
+@pytest.fixture(params=[0, 3], ids=["one half", "all halves"])
+def shared(monkeypatch, request):
+    """Layers share fingerprints in groups of up to three, of one half or of all, however small the pool."""
     monkeypatch.setattr(sums, "FREE_BYTES", 0)
     monkeypatch.setattr(sums, "MOST_PARTS", 3)
+    monkeypatch.setattr(sums, "MOST_LAYERS", request.param)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -94,8 +94,8 @@ class CanaryConfig(BaseSettings):
     memory: MemorySetting = Field(
         default=MemoryShare(),
         description="Device memory for Canary, of a pool. Where one fingerprint a source would take more, as in the "
-        "narrow shards of tensor parallelism, the layers of a half share fingerprints in groups as small as fit: a "
-        "single damaged layer and a flipped bit are named all the same. exact: one a source. Up to 64 MiB are free.",
+        "narrow shards of tensor parallelism, layers of a half share fingerprints, and K and V if need be, in groups "
+        "as small as fit: one damaged layer or flipped bit is named as ever. exact: one a source. 64 MiB are free.",
         json_schema_extra=unit("share of the pool"),
     )
     backend: Literal["auto", "torch", "triton"] = Field(

@@ -199,10 +199,10 @@ class Stretch:
         self.progress = Progress(self.state.region.slots)
 
     def resize(self, slots: int, running_share: float = 1.0) -> None:
-        """Sets the number of slots listed by the next scrubs, at least one, and the share of running ones first. Small
-        changes are left out: each is a tiny copy."""
+        """Sets the number of slots listed by the next scrubs, at least one and as many as a list holds, and the share
+        of running ones first. Small changes are left out: each is a tiny copy."""
         most = self.state.region.slots
-        slots = max(min(slots, most), 1)
+        slots = max(min(slots, self.state.listed_slots), 1)
         # Not assignments: those copy the number from the host and wait for the device.
         if abs(slots - self.slots) * 5 > self.slots:
             self.slots = slots
@@ -347,11 +347,14 @@ class Scrub:
         counters = self.stretches[0].state.shared.counters
         before = counters.clone()
         listed_bytes = sum(_list_some(stretch.state) for stretch in self.stretches)
+        most = sum(min(CALIBRATION_BYTES, s.state.pool_bytes // CALIBRATION_STRIDE) for s in self.stretches)
+        # A list may be too short for it.
+        times = max(most // listed_bytes, 1)
         # The first one may still have to be compiled, or loaded, which waits for the device: a probed one, too.
         for stretch in self.stretches:
             self._backend.scrub(stretch.state, True)
         self._scrub_all()
-        speed = listed_bytes / _seconds(self._scrub_all, device)
+        speed = times * listed_bytes / _seconds(lambda: self._scrub_all(times), device)
         counters.copy_(before)
         for stretch in self.stretches:
             stretch.state.cursors[Cursor.SCRUB :].zero_()
@@ -368,9 +371,10 @@ class Scrub:
         for stretch in self.stretches:
             self._backend.baseline(stretch.state)
 
-    def _scrub_all(self) -> None:
-        for stretch in self.stretches:
-            self._backend.scrub(stretch.state, False)
+    def _scrub_all(self, times: int = 1) -> None:
+        for _ in range(times):
+            for stretch in self.stretches:
+                self._backend.scrub(stretch.state, False)
 
 
 FORGOTTEN_AT_ONCE = 1 << 18
@@ -393,7 +397,8 @@ def _forget_foreign(state: RegionState) -> None:
 def _list_some(state: RegionState) -> int:
     """Lists slots for the measurement, without a record of a write; returns their bytes."""
     most = max(CALIBRATION_BYTES // state.sources.slot_bytes, 1)
-    slots = torch.arange(0, state.region.slots, CALIBRATION_STRIDE, device=state.listed.device)[:most]
+    slots = torch.arange(0, state.region.slots, CALIBRATION_STRIDE, device=state.listed.device)
+    slots = slots[: min(most, state.listed_slots)]
     state.listed[0, : len(slots)] = slots.int()
     state.cursors[Cursor.SCRUB + ScrubWord.LIST] = len(slots)
     return len(slots) * state.sources.slot_bytes

@@ -293,7 +293,8 @@ def _spread(damage: Damage) -> Iterator[Diagnosis]:
     one_half = len(damage.halves) == 1 and damage.all_halves > 1
     if one_half and len(damage.layers) > 1 and len(damage.layers) == damage.all_layers:
         (half,) = damage.halves
-        yield Diagnosis(ONE_HALF, "likely", (f"only {half} differs, in all {damage.all_layers} layers", *damage.layout))
+        sure, count = ("possible", "up to") if damage.several else ("likely", "all")
+        yield Diagnosis(ONE_HALF, sure, (f"only {half} differs, in {count} {damage.all_layers} layers", *damage.layout))
     if len(damage.layers) == 1 and len(damage.slots) > 2 and damage.all_layers > 1:
         yield Diagnosis(ONE_LAYER, "likely", (f"only layer {next(iter(damage.layers))} differs", *damage.layout))
     if damage.whole_page:

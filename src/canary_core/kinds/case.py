@@ -45,8 +45,9 @@ class Damage:
     """Where the bytes of an incident differ; a cell is a slot in a source. ``copies``: cells with the bytes of another
     cell, of ``looked_up`` cells. ``exchanged``: by slot another one that holds what the slot should, and the reverse.
     ``donors_intact``: every cell named by ``copies`` as the owner of bytes has the bytes itself. ``all_layers``,
-    ``all_halves``: numbers of the region, 0 if unknown. ``every``: the distance between damaged positions, if constant
-    and with intact positions between. ``edge``: of each page only the first, or only the last, slot is damaged.
+    ``all_halves``: numbers of the region, 0 if unknown. ``several``: where nothing says which differ of sources that
+    share fingerprints; each of them has cells then. ``every``: the distance between damaged positions, if constant and
+    with intact positions between. ``edge``: of each page only the first, or only the last, slot is damaged.
 
     Texts are parts of sentences, empty where they do not apply.
     """
@@ -64,6 +65,7 @@ class Damage:
     donors_intact: bool = False
     where: str = ""
     layout: tuple[str, ...] = ()
+    several: str = ""
     every: int | None = None
     edge: bool = False
     edges: tuple[str, ...] = ()

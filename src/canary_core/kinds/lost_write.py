@@ -40,7 +40,9 @@ def _diagnose(case: Case) -> Iterator[Diagnosis]:
     sure = "possible" if nothing_new else "likely"
     if nothing_new:
         yield Diagnosis(NON_FINITE, "likely", (*told, f"there are {ABSORBED}"))
-    everything = len(sources) == case.sources if case.sources else len(layers) > 1
+    # Layers that share fingerprints have one finding.
+    names = {name for v in lost if v.source for name in v.sources or (v.source,)}
+    everything = len(names) == case.sources if case.sources else max(len(names) - len(sources), len(layers) - 1) > 0
     yield Diagnosis(LOST_WRITE if everything else LOST_WRITE_OF_A_LAYER, sure, tuple(told))
 
 

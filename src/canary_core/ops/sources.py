@@ -70,21 +70,24 @@ class SourceGroup(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A source, or a group of `Sums`, in findings: ``layer`` is None for several, whose names are ``several``."""
+    """A source, or a group of `Sums`, in findings: ``layer`` is None for several, whose names are ``several``, and
+    ``half`` where they are of more than one."""
 
     name: str
     layer: int | None
-    half: str
+    half: str | None
     several: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, sources: Sequence[KVSource]) -> "Label":
-        """Such as ``k.3``, or ``k.0..15`` for several of one half."""
-        first, last = sources[0], sources[-1]
+        """Such as ``k.3``, ``k.0..15`` for several of one half, or ``k+v.0..17``."""
+        first = sources[0]
         if len(sources) == 1:
             return cls(first.name, first.layer, first.half)
-        name = f"{first.name}..{last.name.removeprefix(first.half + '.')}"
-        return cls(name, None, first.half, tuple(source.name for source in sources))
+        halves = list(dict.fromkeys(source.half for source in sources))
+        begin, *_, end = (s.name.removeprefix(f"{s.half}.") for s in sources if s.half == first.half)
+        name = f"{'+'.join(halves)}.{begin}..{end}"
+        return cls(name, None, first.half if len(halves) == 1 else None, tuple(source.name for source in sources))
 
 
 class SourceTable(Sequence[KVSource]):
@@ -103,7 +106,7 @@ class SourceTable(Sequence[KVSource]):
     takes ``others`` bytes for a slot beside them.
     """
 
-    def __init__(self, region: Region, config: CanaryConfig, others: int = 0) -> None:
+    def __init__(self, region: Region, config: CanaryConfig, others: float = 0.0) -> None:
         device = region.device
         self._region = region
         self._config = config

@@ -33,8 +33,12 @@ from canary_core.region import KVSource, Placement, Region, RegionKind
 FIRST_TOKENS = 8192
 """Capacity of a region's scratch before a batch asks for more, beside `FIRST_ROWS`."""
 
-SLOT_BYTES = 4 * RECORD_WORDS + 8 + 2 * 4
-"""Of a slot, beside fingerprints and history: record, claim, and its places in the two lists of the scrub."""
+SLOT_BYTES = 4 * RECORD_WORDS + 8
+"""Of a slot, beside fingerprints and history: record and claim."""
+
+LEAST_LISTED, LISTED_SHARE = 1 << 18, 16
+"""A scrub compares at most one in so many slots, or so many, if more: 34 GB of Llama-8B's, 1.2 GB of rows of 4,608
+bytes. So its two lists take nothing worth mentioning, and a budget that wants more gets round in 16 scrubs."""
 
 HISTORY_SHARE = 3
 """Histories take at most one in so many bytes of those that ``CANARY_MEMORY`` allows."""
@@ -129,11 +133,10 @@ class RegionState:
     """One region's device memory. Tensors keep their addresses for life, so captured graphs stay valid.
 
     records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources.columns]``, 0 for unknown. chains: see
-    `CHAINS`.
-    cursors: see `Cursor`.
+    `CHAINS`. cursors: see `Cursor`.
     histories: int64 ``[slots + 1, HISTORY]``, see `Happened`; None where they would be too large beside the slots.
-    listed: int32 ``[2, slots]``, slots to compare by a scrub, see `ScrubWord.LIST`. sources: the fingerprinted sources.
-    scratch: memory passed between the ops of one forward. launches: the back ends' cache for the region.
+    listed: int32 ``[2, listed_slots]``, slots to compare by a scrub, see `ScrubWord.LIST`. sources: the fingerprinted
+    sources. scratch: memory passed between the ops of one forward. launches: the back ends' cache for the region.
     reads: whether forwards compare bytes before reading them. samples: the sampled tokens, None in regions not compared
     with the sampler.
     stores: int64 ``[slots, sources]``, fingerprints of bytes stored so far by the running forward, 0 for unknown; empty
@@ -146,13 +149,16 @@ class RegionState:
         self.shared = shared
         device = region.device
         remembers = _remembers(region, config)
-        self.sources = SourceTable(region, config, SLOT_BYTES + 8 * HISTORY * remembers)
+        self.listed_slots = min(region.slots, max(LEAST_LISTED, -(-region.slots // LISTED_SHARE)))
+        """Most slots that a scrub compares."""
+        self.listed = torch.zeros(2, self.listed_slots, dtype=torch.int32, device=device)
+        others = SLOT_BYTES + 8 * HISTORY * remembers + self.listed.nbytes / region.slots
+        self.sources = SourceTable(region, config, others)
         self.records = torch.zeros(region.slots, RECORD_WORDS, dtype=torch.int32, device=device)
         self._fingerprinted = len(self.sources) > 0
         self.fingerprints = torch.zeros(region.slots, self.sources.columns, dtype=torch.int64, device=device)
         self.chains = torch.zeros(CHAINS, 2, dtype=torch.int64, device=device)
         self.cursors = torch.zeros(CURSOR_WORDS, dtype=torch.int64, device=device)
-        self.listed = torch.zeros(2, region.slots, dtype=torch.int32, device=device)
         self.histories: Tensor | None = None
         if remembers:
             self.histories = torch.zeros(region.slots + 1, HISTORY, dtype=torch.int64, device=device)

@@ -9,9 +9,13 @@ A weight is odd, and no two are the same modulo 2**33. If one source has changed
 ``d`` and the second by ``d * weight``: that names the source, and ``d`` is all that is needed to find a flipped word in
 it (`hashing.only_word`). Of several changed sources only the group is known. Any two flipped bits are seen, as with one
 fingerprint a source: in the same word of two sources, where the first number may stay, the second does not.
+
+A group is of one half, so that it says K or V in any case. Only where the largest such groups still take more than
+allowed, all halves of some layers share one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,7 +30,10 @@ FREE_BYTES = 64 << 20
 """Fingerprints of a region that are one for each source, whatever their share of the pool."""
 
 MOST_PARTS = 32
-"""Sources of a group."""
+"""Sources of a group of one half."""
+
+MOST_LAYERS = 32
+"""Layers of a group of all halves."""
 
 MOST_WORDS = 1024
 """Words of a slot in one source that shares fingerprints: the fingerprint of a longer one is small beside it."""
@@ -49,7 +56,7 @@ class Sums(NamedTuple):
         return bool(self.groups)
 
     @classmethod
-    def of(cls, sources: Sequence[KVSource], region: Region, config: CanaryConfig, others: int) -> "Sums":
+    def of(cls, sources: Sequence[KVSource], region: Region, config: CanaryConfig, others: float) -> "Sums":
         """The sums for ``sources`` of ``region``, which has ``others`` bytes of Canary's for a slot beside them. Groups
         are as small as the memory allows."""
         nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -59,17 +66,10 @@ class Sums(NamedTuple):
         room = config.memory.share * sum(source.slot_bytes for source in region.sources) - others
         if own <= room or max(source.slot_words for source in sources) > MOST_WORDS:
             return none
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for index, source in enumerate(sources):
-            alike.setdefault(_kind(source), []).append(index)
-        for parts in range(PER_GROUP + 1, MOST_PARTS + 1):
-            number = sum(-(-len(indices) // parts) for indices in alike.values())
-            if 8 * PER_GROUP * number <= room or parts == MOST_PARTS:
-                break
-        groups = sorted(group for indices in alike.values() for group in _parted(indices, parts))
+        groups = _grouped(sources, room)
         weights = weights_of(FingerprintKeys.of(config), len(sources))
         members = tuple(torch.tensor(group, dtype=torch.int64, device=region.device) for group in groups)
-        return cls(tuple(groups), weights, weights.to(region.device), members)
+        return cls(groups, weights, weights.to(region.device), members)
 
     @property
     def width(self) -> int:
@@ -106,13 +106,37 @@ def explained(by: Tensor, weighted: Tensor, weights: Tensor) -> tuple[Tensor, Te
     return alone, ((by != 0) | (weighted != 0)) & ~alone.any(0)
 
 
-def _kind(source: KVSource) -> tuple[object, ...]:
+def _grouped(sources: Sequence[KVSource], room: float) -> tuple[tuple[int, ...], ...]:
+    """Groups of indices, in order, whose numbers take at most ``room`` bytes of a slot, or as little as they can."""
+    groups: list[tuple[int, ...]] = []
+    kinds = ((_alike(sources, _of_one_half), MOST_PARTS), (_alike(sources, _of_any_half), MOST_LAYERS))
+    for alike, layers in ((alike, layers) for alike, most in kinds for layers in range(PER_GROUP + 1, most + 1)):
+        groups = [group for by_layer in alike for group in _parted(by_layer, layers)]
+        if 8 * PER_GROUP * len(groups) <= room:
+            break
+    return tuple(sorted(groups))
+
+
+def _of_any_half(source: KVSource) -> tuple[object, ...]:
     """Sources of one group agree in this: one kernel reads them, and one rule judges them."""
     shape = source.page_size, source.chunks, source.chunk_bytes, source.alignment, source.present_slots
-    return source.half, source.part, source.role, source.dtype, *shape
+    return source.part, source.role, source.dtype, *shape
 
 
-def _parted(indices: list[int], parts: int) -> list[tuple[int, ...]]:
-    """``indices`` in as few groups of at most ``parts`` as possible, all of nearly the same size."""
-    count = -(-len(indices) // parts)
-    return [tuple(indices[i * len(indices) // count : (i + 1) * len(indices) // count]) for i in range(count)]
+def _of_one_half(source: KVSource) -> tuple[object, ...]:
+    return source.half, *_of_any_half(source)
+
+
+def _alike(sources: Sequence[KVSource], kind: Callable[[KVSource], tuple[object, ...]]) -> list[list[list[int]]]:
+    """Of each kind the indices of its sources, by layer."""
+    found: dict[tuple[object, ...], dict[int, list[int]]] = {}
+    for index, source in enumerate(sources):
+        found.setdefault(kind(source), {}).setdefault(source.layer, []).append(index)
+    return [list(by_layer.values()) for by_layer in found.values()]
+
+
+def _parted(by_layer: list[list[int]], layers: int) -> list[tuple[int, ...]]:
+    """The indices in as few groups of at most so many ``layers`` as possible, all of nearly the same size."""
+    count = -(-len(by_layer) // layers)
+    ends = [i * len(by_layer) // count for i in range(count + 1)]
+    return [tuple(sorted(chain(*by_layer[first:end]))) for first, end in pairwise(ends)]

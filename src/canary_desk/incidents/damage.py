@@ -1,6 +1,6 @@
 """`damage_of`: the `Damage` of an incident, by the evidence."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from canary_core.kinds.case import Copy, Damage
@@ -15,7 +15,8 @@ EVERY = 3
 
 def damage_of(found: Sequence[Facts], evidence: Evidence | None) -> Damage:
     """Cells that differ now, by the evidence, or differed by the BYTES findings ``found``."""
-    places = {(v.slot, v.source) for v in found if v.slot is not None and v.source is not None}
+    named_in = {(v.slot, v.source): v.sources or (v.source,) for v in found if v.slot is not None and v.source}
+    places = {(slot, name) for (slot, _), names in named_in.items() for name in names}
     if evidence is not None:
         rows, columns = evidence.differs.nonzero(as_tuple=True)
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
@@ -34,13 +35,32 @@ def damage_of(found: Sequence[Facts], evidence: Evidence | None) -> Damage:
         copies=[] if evidence is None else [c for c in evidence.copies if (c.slot, c.source) in places],
         looked_up=0 if evidence is None else evidence.looked_up,
     )
+    damage.several = _several(named_in, damage)
     damage.where = _where(damage)
-    damage.layout = (f"{len(damage.slots)} slots, {len(sources)} of {len(by_name) or '?'} sources are damaged",)
+    up_to = "up to " * bool(damage.several)
+    damage.layout = (f"{len(damage.slots)} slots, {up_to}{len(sources)} of {len(by_name) or '?'} sources are damaged",)
+    damage.layout += (damage.several,) * bool(damage.several)
     if evidence is not None:
         damage.exchanged = _exchanged(damage.slots, evidence)
         damage.donors_intact = bool(damage.copies) and all(_intact(copy, evidence) for copy in damage.copies)
         _place(damage, evidence)
     return damage
+
+
+def _several(named: Mapping[tuple[int, str], Sequence[str]], damage: Damage) -> str:
+    """`Damage.several`, by the names of the sources of each finding's slot and source: of layers that share
+    fingerprints all are known to differ only where all have the bytes of another slot."""
+    copied = {(copy.slot, copy.source) for copy in damage.copies}
+    groups = {
+        group: len(names)
+        for (slot, group), names in named.items()
+        if len(names) > 1 and not copied.issuperset((slot, name) for name in names)
+    }
+    if not groups:
+        return ""
+    shown = ", ".join(f"{group} ({count})" for group, count in list(groups.items())[:3])
+    more = f" and {len(groups) - 3} more groups" if len(groups) > 3 else ""
+    return f"of {shown}{more}, which share fingerprints, several differ, and nothing says which"
 
 
 def _exchanged(slots: Sequence[int], evidence: Evidence) -> dict[int, int]:
@@ -138,5 +158,6 @@ def _where(damage: Damage) -> str:
     if not damage.slots:
         return "no slot"
     slots = counted("slot", damage.slots[0]) if len(damage.slots) == 1 else f"{len(damage.slots)} slots"
-    sources = damage.sources[0] if len(damage.sources) == 1 else f"{len(damage.sources)} sources"
+    up_to = "up to " * bool(damage.several)
+    sources = damage.sources[0] if len(damage.sources) == 1 else f"{up_to}{len(damage.sources)} sources"
     return f"{slots} in {sources}"

@@ -42,14 +42,14 @@ def scrub(state: RegionState, probed: bool = False) -> None:
     own, so that the usual one pays nothing."""
     given = state.launches.listed.get(probed)
     if given is None:
-        given = state.launches.listed[probed] = arguments(state.listed, 1 if probed else None)
+        given = state.launches.listed[probed] = arguments(state.listed, state.listed_slots, 1 if probed else None)
     for launch in group_launches(state, "scrub", scrub_kernel, SCRUB_TILES):
         # One more program lists what the next scrub compares.
         launch.launch((launch.blocks, 1 + launch.programs), given)
 
 
 @triton.jit
-def scrub_kernel(region, sources, p_listed, probed, BYTES: tl.constexpr):
+def scrub_kernel(region, sources, p_listed, listed_slots, probed, BYTES: tl.constexpr):
     """Grid: any number of programs but one over tiles of `SLOTS` listed slots, by groups of sources. The first program
     of the first group makes the next list, since listing takes the longest. ``probed``: 1 compiles the probe of
     `Cursor.PROBE` in, None leaves it out."""
@@ -62,14 +62,14 @@ def scrub_kernel(region, sources, p_listed, probed, BYTES: tl.constexpr):
         if BYTES.ABREAST > 0:
             first = tl.max(first.to(tl.int32), 0) > 0
         if first:
-            list_next(region, p_listed)
+            list_next(region, p_listed, listed_slots)
     else:
         place = tl.load(region.p_cursors + CURSOR_SCRUB + PLACE_LIST)
         count = (place & 0xFFFFFFFF).to(tl.int32)
         probe = None
         if probed is not None:
             probe = tl.load(region.p_cursors + CURSOR_PROBE)
-        p_slots = p_listed + (place >> 32) * region.slots
+        p_slots = p_listed + (place >> 32) * listed_slots
         checked = tl.zeros((), tl.int64)
         for i in range(tl.program_id(1) - 1, (count + SLOTS - 1) // SLOTS, tl.num_programs(1) - 1):
             o_slot = tile_of(i, BYTES)
@@ -86,13 +86,13 @@ def scrub_kernel(region, sources, p_listed, probed, BYTES: tl.constexpr):
 
 
 @triton.jit
-def list_next(region, p_listed):
+def list_next(region, p_listed, listed_slots):
     """As `canary_core.ops.torch.scrub._list_next`, by one program. Reads one word for each slot passed."""
     slots = region.slots
     p_now, p_next = region.p_cursors + CURSOR_SCRUB, region.p_cursors + CURSOR_SCRUB_NEXT
     half = 1 - (tl.load(p_now + PLACE_LIST) >> 32)
-    p_half = p_listed + half * slots
-    most = tl.minimum(tl.load(region.p_cursors + CURSOR_SCRUB_SLOTS), slots).to(tl.int32)
+    p_half = p_listed + half * listed_slots
+    most = tl.minimum(tl.load(region.p_cursors + CURSOR_SCRUB_SLOTS), listed_slots).to(tl.int32)
     share = tl.minimum(tl.load(region.p_cursors + CURSOR_SCRUB_RUNNING), most).to(tl.int32)
     passes = tl.minimum(tl.load(region.p_cursors + CURSOR_SCRUB_PASS), slots).to(tl.int32)
     running, parked = tl.load(p_now + PLACE_RUNNING), tl.load(p_now + PLACE_PARKED)

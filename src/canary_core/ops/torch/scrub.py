@@ -45,10 +45,12 @@ def scrub(state: RegionState, probed: bool = False) -> None:
 
 def _list_next(state: RegionState, place: list[int]) -> list[int]:
     """Lists the next slots in the half not under comparison: running ones up to their share, then parked ones, then
-    running ones again, up to ``SCRUB_SLOTS`` in all. The search for each sort goes on from its last place, in physical
-    order, no further than ``SCRUB_PASS`` and once round. Returns the `ScrubWord` values of the next scrub."""
+    running ones again, up to ``SCRUB_SLOTS`` in all, or as many as a list holds. The search for each sort goes on from
+    its last place, in physical order, no further than ``SCRUB_PASS`` and once round. Returns the `ScrubWord` values of
+    the next scrub."""
     slots = state.region.slots
     most, share, passes = state.cursors[Cursor.SCRUB_SLOTS : Cursor.SCRUB_PASS + 1].clamp(max=slots).tolist()
+    most = min(most, state.listed_slots)
     following, half = list(place), 1 - (place[ScrubWord.LIST] >> 32)
     listed = 0
     for turn, word in enumerate((ScrubWord.RUNNING, ScrubWord.PARKED, ScrubWord.RUNNING)):
