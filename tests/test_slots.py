@@ -512,6 +512,19 @@ def test_slots_are_checked_on_demand():
     assert found == [(Kind.BYTES, 2, 1, "v", Phase.EVENT)]
 
 
+def test_pages_are_checked_on_demand():
+    """Of a prefix hit, by the numbers of its blocks: the same slots, and no others. The region ends within a page."""
+    guarded = served(scrub_budget="0")
+    engine, slots = guarded.engine, guarded.canary.regions["full"].slots
+    for slot in (2, 5):
+        engine.v[1].view(-1)[engine.v[1][0].numel() * slot] += 1
+    guarded.canary.slots.check("full", torch.tensor([0, -1, slots // 4, slots]), page_slots=4)
+    guarded.canary.drain()
+    assert [(v.kind, v.slot, v.phase) for v in guarded.violations] == [(Kind.BYTES, 2, Phase.EVENT)]
+    guarded.canary.slots.check("full", torch.tensor([1]), page_slots=0)
+    assert len(guarded.findings.told("misuse")) == 1
+
+
 def test_forgotten_bytes_leave_the_record_and_numbers_that_are_no_slots_are_left_out():
     """What was written there is still known, its bytes are not; other slots keep both."""
     canary = served(scrub_budget="0").canary

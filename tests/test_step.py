@@ -12,6 +12,7 @@ from support.toy import ToyEngine
 from canary_core import (
     BatchView,
     Canary,
+    CanaryConfig,
     Kind,
     MisuseError,
     Overlap,
@@ -20,7 +21,7 @@ from canary_core import (
     ViolationError,
     hookimpl,
 )
-from canary_core.guard.reporting.read_times import IDLE_READ_S
+from canary_core.guard.reporting.read_times import IDLE_READ_S, ReadTimes
 from canary_core.records import COUNTERS, POSITION, RECORDED, STATES, TOKEN, Counter
 
 BATCH = object()
@@ -590,6 +591,21 @@ def test_an_engine_that_polls_while_it_idles_is_read_now_and_then(served, clock)
         read.append(served.canary.stats()["checked_forwards"])
     assert read == [1, 1, 1, 4, 4, 6]
     assert served.take() == ["idle"] * 6
+
+
+def test_an_engine_that_asks_for_each_verdict_is_read_more_rarely():
+    """On a GPU, with `protect`: what is found is known before the tokens leave, without a read of the counters."""
+    gpu = torch.device("cuda")
+    for settings, asks, reads in (
+        ({"on_violation": "protect"}, False, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"on_violation": "protect"}, True, [4, 8]),
+        ({"on_violation": "protect", "read_interval": 8}, True, [8]),
+        ({"on_violation": "protect", "mode": "raise"}, True, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({}, False, [4, 8]),
+    ):
+        times = ReadTimes(CanaryConfig(**settings), gpu)
+        # A second lies between two forwards, more than any read waits for.
+        assert [n for n in range(1, 9) if times.due(n, float(n), asks)] == reads, settings
 
 
 def test_events_take_effect_while_the_engine_idles(served):

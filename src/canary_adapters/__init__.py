@@ -29,7 +29,7 @@ from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
-from canary_adapters.parked_blocks import free_blocks
+from canary_adapters.parked_blocks import block_numbers, follow_releases, free_blocks
 from canary_adapters.parked_prefixes import LOST_ADAPTER, UNREMEMBERED, ParkedPrefix, ParkedPrefixes
 from canary_adapters.parked_proofs import NOT_REMEMBERED, UNKNOWN_PREFIX
 from canary_adapters.pools import (
@@ -70,7 +70,7 @@ from canary_adapters.tries import Tries
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.errors import error_text
-from canary_core.ops.upload import upload
+from canary_core.ops.upload import number_array, upload
 from canary_core.recomputer import recompute_off
 from canary_core.records import FIRST_CONTENT
 from canary_core.runtime.streams import BatchRows
@@ -157,6 +157,7 @@ __all__ = [
     "answer",
     "attention_layers",
     "attention_rule",
+    "block_numbers",
     "block_table",
     "carried",
     "content_numbers",
@@ -165,6 +166,7 @@ __all__ = [
     "deliver",
     "embedding_numbers",
     "error_text",
+    "follow_releases",
     "follow_stores",
     "free_blocks",
     "growing_source",
@@ -179,6 +181,7 @@ __all__ = [
     "metadata_blocks",
     "model_rounding",
     "moved_states",
+    "number_array",
     "packed_page_padding",
     "packed_page_source",
     "paged_source",

@@ -60,15 +60,22 @@ class BlockEvents:
         self._writer = writer
         self._judged = judged
 
-    def tell(self, events: Sequence[BlockEvent]) -> None:
-        """``events``, in order."""
+    def tell(self, events: Sequence[BlockEvent]) -> Sequence[tuple[Sequence[BlockEvent], Tensor]]:
+        """``events``, in order. Returns each run of `runs_of`, with the numbers of its blocks on the pool's device."""
         runs = runs_of(events)
         if not runs:
-            return
-        counts = [sum(len(event.blocks) for event in run) for run in runs]
-        blocks = upload([b for run in runs for event in run for b in event.blocks], self._canary.device)
-        for run, numbers in zip(runs, blocks.split(counts), strict=True):
+            return ()
+        blocks: list[int] = []
+        counts = []
+        for run in runs:
+            before = len(blocks)
+            for event in run:
+                blocks += event.blocks
+            counts.append(len(blocks) - before)
+        told = list(zip(runs, upload(blocks, self._canary.device).split(counts), strict=True))
+        for run, numbers in told:
             self._tell(run, numbers)
+        return told
 
     def handed_out(
         self, events: Sequence[BlockEvent], given: Sequence[Sequence[Sequence[int]]], groups: Collection[int]
@@ -118,24 +125,47 @@ def runs_of(events: Sequence[BlockEvent]) -> list[list[BlockEvent]]:
     """``events`` in runs of one sort, each reported as one event: at the start of a batch, each request shares some
     blocks and is given others. An event joins an earlier run of its sort, unless that run or a later one contains one
     of its blocks."""
-    runs: list[tuple[list[BlockEvent], set[int]]] = []
+    runs: list[_Run] = []
+    sorts = set()
     for event in events:
-        blocks, like = set(event.blocks), (event.sort, event.group)
-        # The last run that this must not come before, or may join.
-        for run, touched in reversed(runs):
-            if touched & blocks or (run[0].sort, run[0].group) == like:
-                break
+        like = event.sort, event.group
+        # The first of a sort can't join. Of a request alone all are, and no set is made of its blocks.
+        run = _joined(runs, event) if like in sorts else None
+        if run is None:
+            sorts.add(like)
+            runs.append(_Run([event]))
         else:
-            run, touched = [], blocks
-        if not run or touched & blocks:
-            runs.append(([event], blocks))
-        else:
-            run.append(event)
-            touched |= blocks
-    return [run for run, _ in runs]
+            run.add(event)
+    return [run.events for run in runs]
+
+
+class _Run:
+    def __init__(self, events: list[BlockEvent]) -> None:
+        self.events = events
+        self._blocks: set[int] | None = None
+
+    def add(self, event: BlockEvent) -> None:
+        self.events.append(event)
+        self.blocks.update(event.blocks)
+
+    @property
+    def blocks(self) -> set[int]:
+        if self._blocks is None:
+            self._blocks = set(self.events[0].blocks)
+        return self._blocks
+
+
+def _joined(runs: Sequence[_Run], event: BlockEvent) -> _Run | None:
+    """The run for ``event`` to join; None where the event must not come before a later run."""
+    for run in reversed(runs):
+        if not run.blocks.isdisjoint(event.blocks):
+            return None
+        if (run.events[0].sort, run.events[0].group) == (event.sort, event.group):
+            return run
+    return None
 
 
 def block_slots(group: BlockGroup, blocks: Tensor) -> Tensor:
     """The slots of ``blocks``, numbers on the pool's device, in their order."""
     inside = torch.arange(group.block, device=blocks.device)
-    return (blocks[:, None] * group.block + inside).flatten()
+    return torch.add(inside, blocks[:, None], alpha=group.block).flatten()

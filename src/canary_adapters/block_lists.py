@@ -10,7 +10,7 @@ from torch import Tensor
 
 from canary_adapters.tables import block_table, ragged_table, ring_table
 from canary_core import BatchView, Canary, ReadLens, ReadTable, SlotTable
-from canary_core.ops.upload import upload
+from canary_core.ops.upload import number_array, upload
 
 MOST_BLOCKS = 1 << 14
 """Blocks uploaded for one comparison; remaining rows have their turn later."""
@@ -75,7 +75,7 @@ class RequestBlocks:
 
     def give(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
         """Sets all blocks of ``request``, by group."""
-        self._lists[request] = [array("i", group) for group in blocks]
+        self._lists[request] = [number_array(group, "i") for group in blocks]
 
     def extend(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
         """Adds blocks to a request; a request unknown so far stays unknown."""

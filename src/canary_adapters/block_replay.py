@@ -123,23 +123,27 @@ class BlockReplay:
         self._next, self._missing = message.number + 1, 0
         if message.emptied:
             self._canary.ledger.emptied()
-        self.blocks.tell(message.events)
+        told = self.blocks.tell(message.events)
         if self._hits:
-            self._check_hits(message.events)
+            self._check_hits([(run, numbers) for run, numbers in told if run[0].sort == "share"])
         if message.swept is not None:
             # All groups have the pool's blocks.
             message.swept.report(self._canary, self._groups[0])
 
-    def _check_hits(self, events: Sequence[BlockEvent]) -> None:
+    def _check_hits(self, shared: Sequence[tuple[Sequence[BlockEvent], Tensor]]) -> None:
         """Compares the bytes of all blocks shared by requests of this batch, before attention reads the blocks. Blocks
-        written by the batch itself are left out by their records."""
-        blocks = sorted({block for event in events if event.sort == "share" for block in event.blocks})
-        if blocks:
-            self._canary.count("hit_blocks", len(blocks))
+        written by the batch itself are left out by their records. ``shared``: runs of sort ``share`` from
+        `BlockEvents.tell`."""
+        if not shared:
+            return
+        numbers = shared[0][1]
+        if len(shared) > 1 or len(shared[0][0]) > 1:
+            # Several requests may share the same ones.
+            blocks = sorted({block for run, _ in shared for event in run for block in event.blocks})
             numbers = upload(blocks, self._canary.device)
-            for group in self._groups:
-                inside = torch.arange(group.block, device=numbers.device)
-                self._canary.slots.check(group.region, (numbers[:, None] * group.block + inside).flatten())
+        self._canary.count("hit_blocks", len(numbers))
+        for group in self._groups:
+            self._canary.slots.check(group.region, numbers, page_slots=group.block)
 
     def _unchecked(self, reason: str) -> None:
         self._hits = False

@@ -1,12 +1,19 @@
 """`BlockPrefix`: a parked prefix in blocks like vLLM's, each with a key for all tokens up to the block's end."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import takewhile
-from typing import Any
+from operator import attrgetter
+from typing import Any, Literal
 
 from canary_adapters.parked_prefixes import GroupBlocks, ParkedPrefix
+from canary_core import Patches
+
+_NUMBER = attrgetter("block_id")
 
 KeyedBlock = tuple[Any, Any]
 """A block of the engine's, and its key in the prefix cache when the request ended."""
@@ -60,6 +67,51 @@ class _Group:
     def left(self) -> int:
         """Number of tokens from the first on."""
         return self.size * sum(1 for _ in takewhile(_keeps, self.blocks))
+
+
+def block_numbers(blocks: Iterable[Any], null: int) -> list[int]:
+    """Numbers of vLLM's ``blocks``, in order, without ``null``: thousands at a prefix hit, while the engine waits for
+    the host."""
+    numbers = list(map(_NUMBER, blocks))
+    return [number for number in numbers if number != null] if null in numbers else numbers
+
+
+def follow_releases(
+    patches: Patches,
+    pool: Any,
+    guard: Callable[[str], AbstractContextManager[object]],
+    note: Callable[[Literal["park", "free"], list[Any]], None],
+) -> None:
+    """After each call that frees blocks of vLLM's ``pool``: calls ``note`` with the blocks left without a holder;
+    ``park`` for blocks kept by the prefix cache. ``guard``: see `Patches`."""
+    caching = bool(pool.enable_caching)
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def release(blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            every = list(blocks)  # It may be an iterator.
+            result = original(every, *args, **kwargs)
+            with guard("after free_blocks"):
+                gone = _unheld(every, pool)
+                note("park", parked := [b for b in gone if caching and b.block_hash is not None])
+                if len(parked) < len(gone):
+                    note("free", [b for b in gone if not caching or b.block_hash is None])
+            return result
+
+        return release
+
+    for name in ("free_blocks", "unpin_blocks"):
+        if hasattr(pool, name):
+            patches.wrap(pool, name, make)
+
+
+def _unheld(freed: Sequence[Any], pool: Any) -> list[Any]:
+    """The blocks just ``freed`` and without a holder, each as often as freed beyond the number of holders."""
+    gone = [b for b in freed if b.ref_cnt <= 0 and getattr(b, "pool", None) in (None, pool)]
+    if len(set(map(_NUMBER, gone))) == len(gone) and all(b.ref_cnt == 0 for b in gone):
+        return gone
+    times = Counter(map(_NUMBER, freed))
+    return [b for b in {b.block_id: b for b in gone}.values() for _ in range(min(times[b.block_id], 1 - b.ref_cnt))]
 
 
 def free_blocks(pool: Any) -> Iterator[Any]:

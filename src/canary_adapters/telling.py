@@ -1,8 +1,7 @@
 """`Telling`: whose findings are told, in a process with several engines."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
 from typing import Generic, TypeVar
 
 Owner = TypeVar("Owner")
@@ -15,16 +14,27 @@ class Telling(Generic[Owner]):
     def __init__(self) -> None:
         self._now: ContextVar[Sequence[Owner] | None] = ContextVar("telling", default=None)
 
-    @contextmanager
-    def only(self, *owners: Owner) -> Iterator[None]:
-        """Findings told within are of ``owners``; of nobody to be acted for where there are none."""
-        token = self._now.set(owners)
-        try:
-            yield
-        finally:
-            self._now.reset(token)
+    def only(self, *owners: Owner) -> "Only[Owner]":
+        """A context: findings told within are of ``owners``; of nobody to be acted for where there are none."""
+        return Only(self._now, owners)
 
     def among(self, every: Sequence[Owner]) -> Sequence[Owner]:
         """The owners now; ``every`` where unknown, so that nothing wrong is left alone."""
         known = self._now.get()
         return every if known is None else known
+
+
+class Only(Generic[Owner]):
+    """See `Telling.only`; for one use. Each step of an engine has several, and a generator's context costs thrice."""
+
+    __slots__ = ("_now", "_owners", "_token")
+
+    def __init__(self, now: ContextVar[Sequence[Owner] | None], owners: Sequence[Owner]) -> None:
+        self._now = now
+        self._owners = owners
+
+    def __enter__(self) -> None:
+        self._token: Token[Sequence[Owner] | None] = self._now.set(self._owners)
+
+    def __exit__(self, *_: object) -> None:
+        self._now.reset(self._token)

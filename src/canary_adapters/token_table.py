@@ -16,7 +16,7 @@ MOST_TOKENS = MOST_EXPECTED
 
 def token_table(requests: Sequence[Tensor | None], longest: int, device: torch.device) -> Tensor:
     """Tokens by position, int32 ``[rows, width]`` on ``device``, as far as ``longest`` at least; -1 where they are not
-    known. ``requests``: the tokens of each row from position 0 on, int64 ``[n]`` on the host, None where none are
+    known. ``requests``: the tokens of each row from position 0 on, ``[n]`` on the host, None where none are
     known. The host does not wait."""
     table = unknown_tokens(len(requests), longest, device)
     for row, tokens in zip(table.numpy(), requests, strict=True):
@@ -44,7 +44,7 @@ class Prompts:
         self._open: set[str] = set()
 
     def give(self, request: str, tokens: Tensor) -> None:
-        """Sets the prompt of ``request``, about to begin: ``tokens``, int64 ``[n]`` on the host."""
+        """Sets the prompt of ``request``, about to begin: ``tokens``, integers ``[n]`` on the host."""
         self._prompts[request] = tokens
         self._open.add(request)
 

@@ -82,9 +82,11 @@ class VerdictPipe:
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(self._end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._rest = b""
+        self._named, self._over = True, False
 
     def opened(self) -> None:
         """All workers have opened the pipe, or never will: removes the name."""
+        self._named = False
         with contextlib.suppress(OSError):
             os.unlink(self.path)
             self._folder.rmdir()
@@ -92,12 +94,14 @@ class VerdictPipe:
     def take(self) -> list[BlockVerdict]:
         """The verdicts since the last call, by a read that never waits."""
         found = []
-        while True:
+        while not self._over:
             try:
                 data = os.read(self._end, PIPE_BYTES)
             except BlockingIOError:
                 break
             if not data:
+                # Nobody has it open, as where all workers are in this process. Without a name nobody ever will.
+                self._over = not self._named
                 break
             found.append(data)
         if not found:

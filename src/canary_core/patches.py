@@ -39,11 +39,13 @@ class Patches:
         """Calls ``told`` after each call of ``owner.name``, with the result and the same arguments; a class's method
         passes the object first."""
 
+        guard, where = self._guard, f"after {name}"
+
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
-                with self._guard(f"after {name}"):
+                with guard(where):
                     told(result, *args, **kwargs)
                 return result
 

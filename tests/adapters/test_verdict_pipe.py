@@ -51,6 +51,19 @@ def test_verdicts_of_another_process_are_there_at_once(pipe):
     post.close()
 
 
+def test_a_pipe_that_nobody_can_write_to_is_not_read_again(pipe, monkeypatch):
+    """All workers are in the scheduler's process: no look costs anything. Until the name is gone one may still come."""
+    assert pipe.take() == []
+    post = VerdictPost(pipe.path)
+    post.put(BAD)
+    assert pipe.take() == [BAD]
+    post.close()
+    pipe.opened()
+    assert pipe.take() == []
+    monkeypatch.setattr(os, "read", lambda *_: pytest.fail("read again"))
+    assert pipe.take() == []
+
+
 def test_a_full_pipe_makes_nobody_wait_and_puts_all_kv_in_doubt(pipe):
     """A storm that the scheduler does not take: what has no room becomes one verdict for everything."""
     post = VerdictPost(pipe.path)

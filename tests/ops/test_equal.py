@@ -89,6 +89,8 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None, shared: bool 
                 arguments = (batch, layers.sample(columns, layers.randint(0, len(columns))))
             elif op in ("verify", "adopt"):
                 arguments = (events(s),)
+                if op == "verify":
+                    assert in_pages(reference, kernels, state, arguments[0]) == [], f"seed {seed}, pages"
             elif op == "compare_tables":
                 if s.region.tokens_per_slot > 1:
                     continue
@@ -128,6 +130,17 @@ def together(reference: Backend, kernels: Backend, state: RegionState, batch: Ba
     reference.record(swapped, batch, table)
     reference.fingerprint(swapped, batch, table)
     return differences(one, launched, batch.tokens) + differences(one, swapped, batch.tokens)
+
+
+def in_pages(reference: Backend, kernels: Backend, state: RegionState, slots: torch.Tensor) -> list[str]:
+    """What differs, on copies of ``state``, where the pages of ``slots`` are verified, each of three slots; and from
+    their slots one by one."""
+    one, launched, listed = twin(state), twin(state), twin(state)
+    pages = slots // 3
+    reference.verify(one, pages, 3)
+    kernels.verify(launched, pages, 3)
+    reference.verify(listed, (pages[:, None] * 3 + torch.arange(3, device=slots.device)).flatten(), 1)
+    return differences(one, launched, 0) + differences(one, listed, 0)
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,9 +1,11 @@
 """`upload`: numbers and tensors of the host on a device."""
 
+from array import array
+
 import pytest
 import torch
 
-from canary_core.ops.upload import upload
+from canary_core.ops.upload import number_array, upload
 
 CPU = torch.device("cpu")
 
@@ -20,6 +22,16 @@ def test_the_whole_range_of_a_type_is_kept(dtype, bits):
     """Hash anchors use all 64 bits; -1 stands for nobody."""
     values = [-(1 << bits), -1, (1 << bits) - 1]
     assert upload(values, CPU, dtype).tolist() == values
+
+
+@pytest.mark.parametrize("code", ["q", "i"])
+@pytest.mark.parametrize("values", [[], range(3), [5, -1, 7] * 400, array("i", [1, 2]), array("q", [-3])])
+def test_an_array_of_numbers_is_a_copy_of_its_own(values, code):
+    """Of lists, ranges and arrays: what is appended to it later is nowhere else."""
+    made = number_array(values, code)
+    assert (made.typecode, list(made)) == (code, list(values))
+    made.append(9)
+    assert list(values) != list(made)
 
 
 def test_a_tensor_keeps_its_type_and_shape():

@@ -51,19 +51,25 @@ TINY = dict(
 )  # fmt: skip
 
 
+def parser(text: str | None) -> argparse.ArgumentParser:
+    """The part of the command line that says what is served."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--asynchronous", action="store_true", help="the scheduler runs ahead, as vllm serve has it")
+    parser.add_argument("--hits", default="", help="lengths of cached prompts, with commas")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "overhead.jsonl")
+    return parser
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--asynchronous", action="store_true", help="the scheduler runs ahead, as vllm serve has it")
-    parser.add_argument("--arms", default="off,on", help="off, on, on@<scrub budget>")
-    parser.add_argument("--workloads", default="batch,prompt")
-    parser.add_argument("--hits", default="", help="lengths of cached prompts, with commas")
-    parser.add_argument("--pairs", type=int, default=10, help="turns through the arms")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--budget-s", type=int, default=500, help="no further turn begins after so many seconds")
-    parser.add_argument("--profile", action="store_true", help="also where the time of one decode and of hits goes")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "overhead.jsonl")
-    return parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--arms", default="off,on", help="off, on, on@<scrub budget>")
+    options.add_argument("--workloads", default="batch,prompt")
+    options.add_argument("--pairs", type=int, default=10, help="turns through the arms")
+    options.add_argument("--budget-s", type=int, default=500, help="no further turn begins after so many seconds")
+    options.add_argument("--profile", action="store_true", help="also where the time of one decode and of hits goes")
+    return options.parse_args()
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -95,7 +101,8 @@ class Served:
         cpu = args.device == "cpu"
         folder = args.out.resolve().parent / f"model-{args.device}"
         folder.mkdir(parents=True, exist_ok=True)
-        longest = max([0, *map(int, filter(None, args.hits.split(",")))]) + 64
+        hits = list(map(int, filter(None, args.hits.split(","))))
+        longest = max([0, *hits]) + 64
         positions = max(LLAMA["max_position_embeddings"], longest)
         config = {**LLAMA, **(TINY if cpu else SHAPE), "max_position_embeddings": positions}
         (folder / "config.json").write_text(json.dumps(config))
@@ -105,7 +112,10 @@ class Served:
         )
         if cpu:
             options = dict(
-                max_model_len=max(256, longest), enforce_eager=True, block_size=32, num_gpu_blocks_override=100
+                max_model_len=max(256, longest),
+                enforce_eager=True,
+                block_size=32,
+                num_gpu_blocks_override=100 + sum(hits) // 32,
             )
         if args.asynchronous:
             # In one process vLLM does not schedule ahead by itself, as it does where it is served.

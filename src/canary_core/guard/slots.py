@@ -122,7 +122,7 @@ class SlotEvents:
                 apply = partial(contents.copy, self.workspace.backend, state, source, destination)
                 self._queue.put_arrival(apply, source, destination)
                 if check and state.readable and not len(self._queue) and not capturing(self.workspace.device):
-                    self.workspace.backend.verify(state, destination)
+                    self.workspace.backend.verify(state, destination, 1)
 
     def clear(self, region: str, slots: Tensor | None) -> None:
         """``slots`` (None: all of the region) hold nothing any more (a roll-back, a reset): reading one before it is
@@ -181,15 +181,16 @@ class SlotEvents:
                 self.workspace.join()
                 contents.expect(state, slots)
 
-    def check(self, region: str, slots: Tensor) -> None:
+    def check(self, region: str, slots: Tensor, page_slots: int = 1) -> None:
         """Compares the bytes of ``slots`` with their records, on the current stream: right after an arrival with
-        records, instead of later by the scrub. Never captured."""
-        state = self._told("check", region, slots=slots)
+        records, or for a prefix hit, instead of later by the scrub. With ``page_slots`` above 1 they number pages of so
+        many slots. Never captured."""
+        state = self._told("check", region, page_slots, slots=slots)
         if state is not None and state.readable:
             with self._switch.guard("slots.check"):
                 self.workspace.join()
                 self._queue.settle_arrivals()
-                self.workspace.backend.verify(state, slots)
+                self.workspace.backend.verify(state, slots, page_slots)
 
     def expect_prefix(self, region: str, source: str, slots: Tensor, lengths: Tensor, writers: Tensor) -> None:
         """Before a forward, for requests new to ``region``, which keeps one slot of each sequence (a reused recurrent
@@ -334,14 +335,16 @@ class SlotEvents:
             self._switch.put_off()
         return self._given.region(event, region) if self._switch.enabled else None
 
-    def _told(self, event: str, region: str, **slots: Tensor) -> RegionState | None:
-        """As `_state`, for an event about ``slots``, by argument name; counts the event. None, too, if they can't be
-        slots."""
+    def _told(self, event: str, region: str, page_slots: int = 1, **slots: Tensor) -> RegionState | None:
+        """As `_state`, for an event about ``slots``, by argument name, or pages of ``page_slots``; counts the event.
+        None, too, if they can't be slots."""
         state = self._state(region, event)
         if state is None or not self._given.fit(event, region, **slots):
             return None
+        if not self._given.pages(event, region, page_slots):
+            return None
         self._count(event, region)
-        self.workspace.journal.note(event, region, slots)
+        self.workspace.journal.note(event, region, slots, page=page_slots)
         return state
 
     def fits(self, event: str, region: str, slots: Tensor, page_slots: int) -> bool:
@@ -393,7 +396,7 @@ class SlotEvents:
 
     def _mark(self, region: str, slots: Tensor | None, new: State) -> None:
         event = "forget" if new is State.UNKNOWN else "clear"
-        state = self._told(event, region, **({} if slots is None else {"slots": slots}))
+        state = self._told(event, region, 1, **({} if slots is None else {"slots": slots}))
         if state is None:
             return
         self.audit.claim(region, slots, arriving=False)

@@ -136,7 +136,7 @@ def _launch_beside(backend: Backend, state: RegionState) -> None:
         backend.scrub(state, False)
         backend.scrub(state, True)
     none = torch.empty(0, dtype=torch.int64, device=state.records.device)
-    backend.verify(state, none)
+    backend.verify(state, none, 1)
     backend.adopt(state, none)
     if state.repairs:
         backend.repair(state, none.new_empty(0, REPAIR_WORDS))

@@ -47,7 +47,7 @@ class Backend:
     share: EventOp
     evict: EventOp
     free: EventOp
-    verify: Callable[[RegionState, Tensor], None]
+    verify: Callable[[RegionState, Tensor, int], None]
     adopt: Callable[[RegionState, Tensor], None]
     repair: Callable[[RegionState, Tensor], None]
     note: NoteOp

@@ -61,7 +61,7 @@ def _compare(backend: Backend, state: RegionState, own: Tensor, copies: Tensor) 
     entry, copy, anything = state.entries(copies)
     known = state.fingerprints[own[entry].clamp(min=0)]
     state.fingerprints[copy] = torch.where(anything, known, state.fingerprints[copy])
-    backend.verify(state, copies)
+    backend.verify(state, copies, 1)
 
 
 def _plan(state: RegionState, batch: BatchView, made: StateCheckpoints, token: Tensor, there: Tensor) -> None:

@@ -14,6 +14,11 @@ IDLE_READ_S = 0.5
 """Least time between two reads while the engine idles, and perhaps polls without a pause."""
 
 
+JUDGED_FORWARDS = 4
+"""Least number of forwards from one read to the next, where the engine asks for the verdict on each forward: a read
+brings none earlier, and a request's first token would wait for the host's work."""
+
+
 class ReadTimes:
     """After every ``CANARY_READ_INTERVAL``-th forward, with `READ_S` between; on a CPU and in raise mode after each
     one. While no forward is checked, now and then."""
@@ -21,12 +26,14 @@ class ReadTimes:
     def __init__(self, config: CanaryConfig, device: torch.device) -> None:
         self._forwards = 1 if device.type == "cpu" or config.mode == "raise" else config.read_interval
         self._seconds = 0.0 if self._forwards == 1 else READ_S
+        self._judged = 1 if config.mode == "raise" else max(self._forwards, JUDGED_FORWARDS)
         self._last = self._last_idle = 0.0
 
     def due(self, ends: int, now: float, judged: bool = False) -> bool:
         """Whether to read at the end of a step, the ``ends``-th, at time ``now``. ``judged``: the engine asks for the
         verdict on each forward (`Reader.judge`), and a read brings none earlier."""
-        if ends % self._forwards or now - self._last < (READ_S if judged else self._seconds):
+        forwards, seconds = (self._judged, READ_S) if judged else (self._forwards, self._seconds)
+        if ends % forwards or now - self._last < seconds:
             return False
         self._last = now
         return True

@@ -356,9 +356,13 @@ def programs(state: RegionState, per_processor: int) -> int:
 def launch_over(state: RegionState, op: str, kernel: Any, tiles: Tiles, slots: Tensor) -> None:
     """Launches ``kernel`` once for each source group of the region, over a list of slots; the list and its length
     follow the arguments of `group_launches`."""
-    given = arguments(slots, slots.shape[0])
-    for launch in group_launches(state, op, kernel, tiles):
-        needed = max(-(-slots.shape[0] // launch.slots), 1)
+    launch_groups(group_launches(state, op, kernel, tiles), slots.shape[0], arguments(slots, slots.shape[0]))
+
+
+def launch_groups(launches: Sequence[GroupLaunch], slots: int, given: Arguments) -> None:
+    """Launches each of `group_launches` with as many programs as so many ``slots`` need."""
+    for launch in launches:
+        needed = max(-(-slots // launch.slots), 1)
         launch.launch((launch.blocks, min(needed, launch.programs)), given)
 
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from canary_adapters import unknown_tokens
+from canary_adapters import unknown_tokens, upload
 from canary_sglang.compat.schedulers import overrides
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def expected_tokens(
 
 
 def as_array(tokens: Any) -> NDArray[np.int64]:
-    """Tokens as an array, without a copy where SGLang has them as an ``array.array`` of int64."""
+    """Tokens as an array, without a copy where SGLang has them as an ``array.array`` of int64; some have a list."""
     if getattr(tokens, "typecode", None) == "q" and len(tokens):
         return np.frombuffer(tokens, dtype=np.int64)
+    if isinstance(tokens, list):
+        # A third of what numpy takes.
+        return upload(tokens, torch.device("cpu")).numpy()
     return np.array(tokens, dtype=np.int64)

@@ -283,7 +283,7 @@ class Session:
                 blocks = list(hits.get(group.index, ()))
                 if blocks:
                     self.canary.count("hit_blocks", len(blocks))
-                    self.canary.slots.check(group.name, self._slots(group, blocks))
+                    self.canary.slots.check(group.name, upload(blocks, self._device), page_slots=group.block_slots)
 
     def _follows_hits(self, cache: Any) -> bool:
         """Whether bytes of prefix hits can be compared, where they are to be."""

@@ -1,5 +1,6 @@
 """`TokenBook`: the tokens of running requests by position, on the device, uploaded once each."""
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from operator import is_
@@ -8,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canary_adapters import number_array
+
 UNKNOWN = -1
+
+LONG_RUN = 256
+"""Numbers in a row that torch makes sooner than Python."""
 
 
 class TokenBook:
@@ -57,7 +63,7 @@ class TokenBook:
             self._narrow = tokens, tokens.view(torch.int32)[::2]
         self._flat.index_copy_(0, places, self._narrow[1])
 
-    def changes(self, states: Sequence[Any], width: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    def changes(self, states: Sequence[Any], width: int) -> tuple[Sequence[int], ...]:
         """Everything new in ``states``: four lists, for `apply` as tensors. Makes room for ``width`` tokens of each, if
         possible."""
         self._last.settle()
@@ -66,16 +72,15 @@ class TokenBook:
         order = self._put_first(places)
         fresh = [place.row for place in places if place.known == 0]
         columns = self._all.shape[1]
-        flat: list[int] = []
-        tokens: list[int] = []
+        flat, tokens = array("q"), array("q")
         for place, state in zip(places, states, strict=True):
             prompt, generated = state.initial_tokens, state.generated_tokens
             first = place.known
             end = min(len(prompt) + len(generated), columns)
             if end > first:
-                flat.extend(range(place.row * columns + first, place.row * columns + end))
-                tokens.extend(prompt[first:end])
-                tokens.extend(generated[max(first - len(prompt), 0) : max(end - len(prompt), 0)])
+                flat += _run(place.row * columns + first, place.row * columns + end)
+                tokens += number_array(prompt[first:end], "q")
+                tokens += number_array(generated[max(first - len(prompt), 0) : max(end - len(prompt), 0)], "q")
                 place.known = end
         self._last = _Batch(list(states), places)
         self.places = [place.row * columns + place.known for place in places]
@@ -137,6 +142,12 @@ class TokenBook:
             self._places.clear()
             self._last = _Batch([], [])
             self._free = list(reversed(range(new_rows)))
+
+
+def _run(first: int, end: int) -> "array[int]":
+    if end - first < LONG_RUN:
+        return array("q", range(first, end))
+    return array("q", torch.arange(first, end, device="cpu").numpy().tobytes())
 
 
 class _Place:

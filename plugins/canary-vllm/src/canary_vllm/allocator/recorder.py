@@ -1,12 +1,21 @@
 """`BlockRecorder`: records one scheduler's actions on its blocks, in the scheduler's process."""
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import AnswerLists, BlockEvent, BlockLoad, BlockMessage, BlockSort, add_event, error_text
+from canary_adapters import (
+    AnswerLists,
+    BlockEvent,
+    BlockLoad,
+    BlockMessage,
+    BlockSort,
+    add_event,
+    block_numbers,
+    error_text,
+    follow_releases,
+)
 from canary_core import Event, Patches, emit
 from canary_vllm.allocator import messages
 from canary_vllm.batches.contents import loaded
@@ -44,8 +53,10 @@ class BlockRecorder:
         self._fresh: set[int] = set()
         self.told: list[Callable[[Any], None]] = []
         """Called with each output of the scheduler."""
+        self._guard = functools.partial(_Guard, self)
         self._patches = Patches(self._guard)
         pool = self._manager.block_pool
+        self._null = next((block.block_id for block in pool.blocks if block.is_null), -1)
         follow = self._patches.follow
         follow(pool, "get_new_blocks", lambda blocks, *_, **__: self._note("alloc", blocks))
         follow(pool, "touch", self._touched)
@@ -55,9 +66,7 @@ class BlockRecorder:
         connector = getattr(scheduler, "connector", None)
         if hasattr(connector, "reset_cache") and not hasattr(connector, "_connectors"):
             follow(connector, "reset_cache", self._emptied)
-        for release in ("free_blocks", "unpin_blocks"):
-            if hasattr(pool, release):
-                self._patches.wrap(pool, release, self._releases)
+        follow_releases(self._patches, pool, self._guard, self._note)
         for name in ("allocate_slots", "free"):
             self._patches.wrap(self._manager, name, self._named)
         follow(self._manager, "free", self._freed)
@@ -103,17 +112,18 @@ class BlockRecorder:
             if lists is not None and request.is_finished():
                 lists.ended(request)
 
-    def _note(self, sort: BlockSort, blocks: Iterable[Any], group: int | None = None) -> None:
-        self._put(sort, [block.block_id for block in blocks if not block.is_null], group)
+    def _note(self, sort: BlockSort, blocks: Iterable[Any]) -> None:
+        self._put(sort, block_numbers(blocks, self._null))
 
-    def _put(self, sort: BlockSort, numbers: list[int], group: int | None = None) -> None:
+    def _put(self, sort: BlockSort, numbers: list[int]) -> None:
         if self._message.broken is None:
-            add_event(self._message.events, BlockEvent(sort, self._request, numbers, group))
+            add_event(self._message.events, BlockEvent(sort, self._request, numbers))
 
     def _touched(self, _: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
-        self._note("share", blocks)
-        if self._fresh:
-            self._put("forget", [block.block_id for block in blocks if block.block_id in self._fresh])
+        numbers = block_numbers(blocks, self._null)
+        self._put("share", numbers)
+        if not self._fresh.isdisjoint(numbers):
+            self._put("forget", [number for number in numbers if number in self._fresh])
 
     def _cached(self, _: Any, request: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
         first = kwargs["num_cached_blocks"] if "num_cached_blocks" in kwargs else args[0]
@@ -142,27 +152,6 @@ class BlockRecorder:
         pool = self._manager.block_pool
         unused = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         self._message.emptied |= done is True and unused and not any(block.block_hash for block in pool.blocks)
-
-    def _releases(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        pool = self._manager.block_pool
-        caching = bool(pool.enable_caching)
-
-        @functools.wraps(original)
-        def release(blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-            every = list(blocks)  # It may be an iterator.
-            result = original(every, *args, **kwargs)
-            with self._guard("after free_blocks"):
-                left = (b for b in every if b.ref_cnt <= 0 and getattr(b, "pool", None) in (None, pool))
-                gone = list({block.block_id: block for block in left}.values())
-                if any(block.ref_cnt < 0 for block in gone):
-                    times = Counter([block.block_id for block in every])
-                    gone = [b for b in gone for _ in range(min(times[b.block_id], 1 - b.ref_cnt))]
-                self._note("park", parked := [b for b in gone if caching and b.block_hash is not None])
-                if len(parked) < len(gone):
-                    self._note("free", [b for b in gone if not caching or b.block_hash is None])
-            return result
-
-        return release
 
     def _named(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Attributes actions of ``original`` to its request. Called by vLLM for each request of each step: nothing here
@@ -201,11 +190,23 @@ class BlockRecorder:
         conditions = adapter_name(request.lora_request), getattr(request, "cache_salt", None)
         self._message.loads.append(BlockLoad(request.request_id, tokens, first, brought_to, known, *conditions))
 
-    @contextmanager
-    def _guard(self, where: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            reason = f"{where}: {error_text(error)}"
-            self._message.broken = reason
-            emit(Event("lifetime_off", "error", {"reason": reason, "regions": []}))
+    def broke(self, where: str, error: Exception) -> None:
+        """Blocks can't be followed any more."""
+        reason = f"{where}: {error_text(error)}"
+        self._message.broken = reason
+        emit(Event("lifetime_off", "error", {"reason": reason, "regions": []}))
+
+
+class _Guard:
+    __slots__ = ("_recorder", "_where")
+
+    def __init__(self, recorder: BlockRecorder, where: str) -> None:
+        self._recorder, self._where = recorder, where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, Exception):
+            self._recorder.broke(self._where, error)
+        return isinstance(error, Exception)

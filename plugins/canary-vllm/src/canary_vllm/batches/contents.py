@@ -25,15 +25,15 @@ def put(writers: Writers, name: str, request: Any, length: int) -> None:
 
 
 def prompt(writers: Writers, name: str, request: Any) -> Tensor | None:
-    """The prompt in vLLM's message about a new request, int64 ``[n]`` on the host, with numbers in the place of tokens
+    """The prompt in vLLM's message about a new request, int32 ``[n]`` on the host, with numbers in the place of tokens
     where ``writers`` knows of content; -1 for unknown tokens. None without a prompt."""
     # V2 sends all that is computed again after a preemption; V1 the prompt.
     tokens = getattr(request, "prefill_token_ids", None) or request.prompt_token_ids
     embeds = getattr(request, "prompt_embeds", None)
     if tokens is not None:
-        own = upload(tokens, torch.device("cpu"))
+        own = upload(tokens, torch.device("cpu"), torch.int32)
     elif embeds is not None:
-        own = torch.full((len(embeds),), -1, dtype=torch.int64, device="cpu")
+        own = torch.full((len(embeds),), -1, dtype=torch.int32, device="cpu")
     else:
         return None
     if embeds is None and not getattr(request, "mm_features", None):
