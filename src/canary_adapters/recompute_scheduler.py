@@ -82,7 +82,8 @@ class SchedulerRequests(InternalRequests):
         """Whether an idle engine asks workers of other processes for wanted requests."""
         self._patches, self._parks = Patches(), Patches()
         self._timer: threading.Timer | None = None
-        self._here: Sequence[RecomputePairs] = ()
+        self.here: Callable[[], Sequence[RecomputePairs]] = tuple
+        """All workers, where they are in the scheduler's process; else none."""
         groups = self._manager.kv_cache_config.kv_cache_groups
         self._block_sizes = [int(group.kv_cache_spec.block_size) for group in groups]
         self.parked = UNREMEMBERED
@@ -122,7 +123,6 @@ class SchedulerRequests(InternalRequests):
         """The engine is about to wait: for a request, or for a call of ``wake`` on any thread."""
         with self._recomputes.sheltered():
             self._stop_timer()
-            self._here = workers.here
             if self._scheduler.pause_state.name != "UNPAUSED":
                 return
             self._want(workers.ask(wake, self.polls))
@@ -173,7 +173,8 @@ class SchedulerRequests(InternalRequests):
         adapter = prefix.lora_request if isinstance(prefix, BlockPrefix) else None
         if adapter is None:
             return None
-        loaded = bool(self._here) and all(adapter.lora_int_id in worker.adapters() for worker in self._here)
+        here = self.here()
+        loaded = bool(here) and all(adapter.lora_int_id in worker.adapters() for worker in here)
         used = [one.lora_request for one in self._scheduler.running if not is_internal(one.request_id)]
         alike = any(one is not None and (one.lora_int_id, one) == (adapter.lora_int_id, adapter) for one in used)
         return None if loaded and (alike or not used) else LOST_ADAPTER

@@ -158,6 +158,22 @@ def test_an_adapter_that_changed_under_a_kept_cache_is_told(small, adapters):
         assert told(guard) == [(1, 0, "a hits", "brought"), (1, 0, "a before", "everywhere")]
 
 
+def test_what_an_adapter_left_is_computed_again_in_an_engine_that_never_idled(small, adapters):
+    """Beside a request with the same adapter."""
+    tokens, a = verified.prompt("never idle"), {"lora_request": adapters["a"]}
+    with guarded.guard(small, **QUIET, control="write") as guard:
+        (session,) = HOOKS.sessions
+        parked.serve(small, "a left", tokens, **a)
+        verified.begin(small, 2, {"a runs": tokens[::-1]}, **a)
+        asked = session.recomputed.ask("a left", parked=True)
+        while not asked.done():
+            assert small.step()
+        (answer,) = asked.result(0)
+        assert (answer.verdict, answer.reason) == ("same", None)
+        verified.finish(small)
+        assert guard.findings.violations == []
+
+
 def test_what_an_adapter_left_is_not_computed_again_once_it_is_gone(small, adapters):
     """Nor beside a request with another one, which may take its place: no file of an adapter is read for a proof."""
     tokens, a, b = verified.prompt("gone"), {"lora_request": adapters["a"]}, {"lora_request": adapters["b"]}

@@ -2,7 +2,7 @@
 
 import pytest
 from tools.recompute_verdicts import ALL, clean, told
-from tools.recomputes import ASKED, OPTIONS, prompt
+from tools.recomputes import ASKED, OPTIONS, QUIET, prompt
 
 from canary_adapters.recompute_requests import TEACHING
 
@@ -106,6 +106,21 @@ def test_broken_engines_are_told_in_fp8_too(launch, fault, layer, rule):
     assert (found, request, why) == (layer, "ill", rule)
     begun = 50 if fault == "short_decodes" else 0
     assert begun <= position < begun + 8
+
+
+@pytest.mark.takes_turns("K and V apart, in float32 and in fp8")
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
+def test_compressed_kv_is_judged_in_either_type(launch, dtype):
+    """MLA: prefills attend to what they have just computed, and decodes to what is stored, so in fp8 clean requests are
+    a rounding of the type apart."""
+    room = {key: OPTIONS[key] for key in ("max_total_tokens", "max_running_requests")}
+    engine = launch({"options": {**room, "kv_cache_dtype": dtype}}, "mla", **QUIET, CANARY_RECOMPUTE="100%")
+    judged, same = clean(engine.recompute_traffic(prompts=[one[:70] for one in traffic()[:24]], new_tokens=40), 0)
+    assert judged >= 20
+    assert same >= 3
+    done = engine.recompute_broken(fault="skipped_layer", tokens=40)
+    assert done["verdicts"] == ["differs", "same"], done["answers"]
+    assert set(told(done)) == {(1, 0, "ill", "everywhere")}
 
 
 @pytest.mark.takes_turns("prefixes that give way in test_parked, and canary-vllm's tests of the same name")

@@ -113,6 +113,9 @@ class Engine:
         self.steps = 0
         self.graphed: Counter[str] = Counter()
         randomize(self.runner.model)
+        if hasattr(self.runner.model, "post_load_weights") and model == "deepseek_v2":
+            # Its attention has copies of some weights, for decodes.
+            self.runner.model.post_load_weights()
         if "speculative_algorithm" in options:
             speculation.let_agree(self.runner.model, speculation.draft_model(self.scheduler))
 

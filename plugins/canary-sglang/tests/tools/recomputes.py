@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tools.draft_faults import Change, broken_once, kept_draft, wrong_key
 from tools.inspection import findings
 from tools.storms import Served, loop
 
@@ -74,13 +75,13 @@ def _done(engine: Any, first: int, sent: dict[str, Any]) -> dict[str, Any]:
 
 def recompute_broken(engine: Any, fault: str, tokens: int) -> dict[str, Any]:
     """Once the noise is known: a request ``ill`` that the engine computes wrongly, and another, both verified; see
-    `FAULTS`. Gives verdicts and findings."""
+    `FAULTS`. Gives verdicts and findings, and where a fault of one token was."""
     teach(engine)
     findings(engine)
-    FAULTS[fault](engine, prompt(fault, tokens))
+    at = FAULTS[fault](engine, prompt(fault, tokens))
     answers = verify(engine, "ill", "well")
     finish(engine, "ill", "well")
-    return {"verdicts": [one["verdict"] for one in answers], "answers": answers, **findings(engine)}
+    return {"at": at, "verdicts": [one["verdict"] for one in answers], "answers": answers, **findings(engine)}
 
 
 def recompute_aborted(engine: Any, tokens: int, how: str) -> dict[str, Any]:
@@ -249,12 +250,28 @@ def _short_window(engine: Any, tokens: list[int]) -> None:
     begin(engine, {"well": tokens[::-1]}, DECODED)
 
 
-FAULTS = {
+def _in_a_draft(change: Change) -> Callable[[Any, list[int]], int]:
+    """A fault of one token that was verified; at least so many tokens as a verdict takes follow."""
+
+    def breaks(engine: Any, tokens: list[int]) -> int:
+        with broken_once(engine, change) as at:
+            begin(engine, {"ill": tokens, "well": tokens[::-1]}, 2)
+            ill = next(one for one in reversed(engine.requests) if one.rid == "ill")
+            while not at or len(tokens) + len(ill.output_ids) < at[0] + DECODED:
+                engine.step()
+        return at[0]
+
+    return breaks
+
+
+FAULTS: dict[str, Callable[[Any, list[int]], int | None]] = {
     "changed_norm": _changed_norm,
     "short_decodes": _short_decodes,
     "skipped_layer": _skipped_layer,
     "changed_scale": _changed_scale,
     "short_window": _short_window,
+    "kept_draft": _in_a_draft(kept_draft),
+    "wrong_key": _in_a_draft(wrong_key),
 }
 
 

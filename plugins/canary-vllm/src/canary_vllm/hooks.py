@@ -252,7 +252,7 @@ class Hooks:
             replica = runners.replica(scheduler.vllm_config)
             self._place = {"replica": replica} if replica else {}
             recorder = self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
-            internal = self._internal[id(scheduler)] = recompute.follow(scheduler, self._config)
+            internal = self._internal[id(scheduler)] = recompute.follow(scheduler, self._config, lambda: self.sessions)
             recorder.told.append(internal.note)
             if self._protection is not None:
                 self._protection.joined(scheduler)
@@ -266,7 +266,7 @@ class Hooks:
         # Alone among ranks of data parallelism an engine may not run a batch.
         if internal is None or not core.is_running() or hasattr(core, "dp_group"):
             return False
-        recompute.idle(core, internal, self.sessions)
+        recompute.idle(core, internal)
         return original()
 
     def _schedule(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

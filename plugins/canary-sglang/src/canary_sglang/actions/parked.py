@@ -18,13 +18,14 @@ NONE = array("q")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RadixPrefix(ParkedPrefix):
-    """Takes the place of SGLang's own request in the making of an internal one. content: int64 ids of whole pages.
-    cache: the prefix cache, asked anew each time, without a lock and without a change to the order of eviction.
-    slots: those of each region, of slots as numbered in the engine's tables. extra_key, cache_salt: as in the request's
-    key there. lora_id: the request's adapter, None for none."""
+    """Takes the place of SGLang's own request in the making of an internal one. content: int64 ids of whole pages. key:
+    the same ids, with the tokens `looked_ahead` at. cache: the prefix cache, asked anew each time, without a lock and
+    without a change to the order of eviction. slots: those of each region, of slots as numbered in the engine's tables.
+    extra_key, cache_salt: as in the request's key there. lora_id: the request's adapter, None for none."""
 
     cache: Any
     slots: Callable[[Tensor], Sequence[Tensor]]
+    key: "array[int]"
     extra_key: str | None = None
     cache_salt: str | None = None
     lora_id: str | None = None
@@ -39,11 +40,11 @@ class RadixPrefix(ParkedPrefix):
     def left(self) -> int:
         """See `ParkedPrefix`. Slots may be others than those of the request, written by another one with the same
         tokens: the next hit reads the present ones."""
-        return caches.matched(self.cache, self.content, self.extra_key, self.cache_salt)[0]
+        return caches.matched(self.cache, self.key, self.extra_key, self.cache_salt)[0]
 
     def blocks(self) -> Sequence[Tensor]:
         """Slots of each region by position, in the place of blocks; no more than are left."""
-        return self.slots(caches.matched_slots(self.cache, self.content, self.extra_key, self.cache_salt))
+        return self.slots(caches.matched_slots(self.cache, self.key, self.extra_key, self.cache_salt))
 
 
 class RadixPrefixes:
@@ -82,15 +83,16 @@ class RadixPrefixes:
         return insert
 
     def _ended(self, request: Any, tokens: int) -> None:
-        why, content = schedulers.again_refusal(request), NONE
+        why, content, key = schedulers.again_refusal(request), NONE, NONE
         if why is None:
-            ids = (request.origin_input_ids + request.output_ids)[:tokens]
-            page = int(self.cache.page_size)
-            content = array("q", ids[: len(ids) // page * page])
+            ids = array("q", (request.origin_input_ids + request.output_ids)[:tokens])
+            page, more = int(self.cache.page_size), caches.looked_ahead(self.cache)
+            content = ids[: max(0, len(ids) - more) // page * page]
+            key = ids[: len(content) + more]
         self.known.add(
             RadixPrefix(
                 name=request.rid, content=content, touches=touches(request), why=why, cache=self.cache,
-                slots=self._slots, extra_key=request.extra_key, cache_salt=request.cache_salt,
+                slots=self._slots, key=key, extra_key=request.extra_key, cache_salt=request.cache_salt,
                 lora_id=request.lora_id,
             )
         )  # fmt: skip

@@ -31,6 +31,8 @@ def running(request: Any) -> Running:
     """A request of SGLang's with slots."""
     # The last token has no KV yet, or gets it in the forward under way.
     tokens = len(request.origin_input_ids) + len(request.output_ids) - 1 if len(request.output_ids) else 0
+    # With speculation what a verification under way accepts is not known yet.
+    tokens = min(tokens, int(getattr(getattr(request, "kv", None), "kv_committed_len", tokens)))
     # Two requests may have one name.
     life = hash((id(request), request.retraction_count))
     return Running(request.rid, tokens, max(0, tokens - len(request.origin_input_ids)), life)

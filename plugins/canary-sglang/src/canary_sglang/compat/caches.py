@@ -61,8 +61,8 @@ def lookup_refusal(cache: Any) -> str | None:
     if type(cache).__name__ != "UnifiedRadixCache":
         return f"{type(cache).__name__} is no prefix cache that is looked into without a change to what it evicts first"
     core = cache.tree_core
-    if getattr(core, "is_eagle", False) or getattr(cache, "linker", None) is not None:
-        return "the prefix cache has keys of bigrams, or a tier of its own"
+    if getattr(cache, "linker", None) is not None:
+        return "the prefix cache has a tier of its own"
     needed = ("match_full_device_prefix", "collect_full_device_indices", "root_node_handle")
     return missing_in(core, needed)
 
@@ -81,9 +81,16 @@ def free_tokens(cache: Any, allocator: Any) -> int:
     return int(min(full, allocator.swa_available_size() + cache.swa_evictable_size()))
 
 
+def looked_ahead(cache: Any) -> int:
+    """Number of tokens behind a prefix that belong to the prefix's key: EAGLE's cache has a slot under the slot's token
+    and the next one."""
+    return int(cache.tree_core.is_eagle)
+
+
 def matched(cache: Any, tokens: Any, extra_key: str | None, cache_salt: str | None) -> tuple[int, Any]:
     """Number of ``tokens``, int64 array, from the first on, in whole pages of the cache on the device, and their lowest
-    node. For a cache without a `lookup_refusal`; changes nothing there, neither locks nor times."""
+    node, without the tokens `looked_ahead` at. For a cache without a `lookup_refusal`; changes nothing there,
+    neither locks nor times."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     key = RadixKey(tokens, extra_key, cache_salt=cache_salt)

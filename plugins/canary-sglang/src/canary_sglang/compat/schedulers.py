@@ -9,6 +9,9 @@ import torch
 
 from canary_sglang.compat import disaggregated
 
+SPECULATION = frozenset({"NONE", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"})
+"""Algorithms that leave the served model's KV of all tokens of a request but the last one, by their names."""
+
 MICROBATCHES = ("mbs", "running_mbs", "last_mbs")
 """Lists of batches of the scheduler of a pipeline's stage."""
 
@@ -241,9 +244,9 @@ def recompute_refusal(scheduler: Any) -> str | None:
     parts = ("pp_size", "dp_size", "attn_cp_size", "dcp_size")
     if any((getattr(args, name, None) or 1) > 1 for name in parts) or disaggregated.side(scheduler) != "null":
         return "over ranks that are not tensor-parallel ones, or with PD disaggregation, nothing is computed again"
-    algorithm = getattr(scheduler, "spec_algorithm", None)
-    if algorithm is not None and not algorithm.is_none():
-        return "with speculation nothing is computed again"
+    algorithm = getattr(getattr(scheduler, "spec_algorithm", None), "name", "NONE")
+    if algorithm not in SPECULATION:
+        return f"with speculation by {algorithm} nothing is computed again: which KV it leaves is not known"
     if cache.supports_mamba() or getattr(scheduler.token_to_kv_pool_allocator, "swa_req_ring", False):
         return "models with recurrent states, or with rings for windows, are not computed again"
     if getattr(args, "enable_hierarchical_cache", False) or getattr(args, "enable_lmcache", False):

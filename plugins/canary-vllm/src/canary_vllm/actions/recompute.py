@@ -9,24 +9,24 @@ from canary_core import CanaryConfig, may_recompute
 from canary_vllm.session import Session
 
 
-def follow(scheduler: Any, config: CanaryConfig) -> SchedulerRequests:
-    """Makes requests of ``scheduler`` computable again."""
+def follow(scheduler: Any, config: CanaryConfig, sessions: Callable[[], Sequence[Session]]) -> SchedulerRequests:
+    """Makes requests of ``scheduler`` computable again. ``sessions``: of the scheduler's process."""
     from vllm.v1.request import RequestStatus
 
     abort = partial(scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
     requests = SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, config.recompute)
+    requests.here = lambda: [session.recomputed for session in sessions()]
     requests.polls = config.control == "write"
     if may_recompute(config):
         requests.remember()
     return requests
 
 
-def idle(core: Any, requests: SchedulerRequests, sessions: Sequence[Session]) -> None:
-    """``core`` serves nobody, and is about to wait. ``sessions``: of the core's process."""
+def idle(core: Any, requests: SchedulerRequests) -> None:
+    """``core`` serves nobody, and is about to wait."""
     from vllm.v1.engine import EngineCoreRequestType
 
-    here = [session.recomputed for session in sessions]
-    workers = IdleWorkers(here, lambda pairs: core.model_executor.collective_rpc(exchange(pairs)))
+    workers = IdleWorkers(requests.here(), lambda pairs: core.model_executor.collective_rpc(exchange(pairs)))
     requests.idle(workers, partial(core.input_queue.put_nowait, (EngineCoreRequestType.WAKEUP, None)))
 
 
