@@ -29,7 +29,7 @@ from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
-from canary_adapters.parked_blocks import block_numbers, follow_releases, free_blocks
+from canary_adapters.parked_blocks import follow_releases, free_blocks
 from canary_adapters.parked_prefixes import LOST_ADAPTER, UNREMEMBERED, ParkedPrefix, ParkedPrefixes
 from canary_adapters.parked_proofs import NOT_REMEMBERED, UNKNOWN_PREFIX
 from canary_adapters.pools import (
@@ -157,7 +157,6 @@ __all__ = [
     "answer",
     "attention_layers",
     "attention_rule",
-    "block_numbers",
     "block_table",
     "carried",
     "content_numbers",

@@ -69,13 +69,6 @@ class _Group:
         return self.size * sum(1 for _ in takewhile(_keeps, self.blocks))
 
 
-def block_numbers(blocks: Iterable[Any], null: int) -> list[int]:
-    """Numbers of vLLM's ``blocks``, in order, without ``null``: thousands at a prefix hit, while the engine waits for
-    the host."""
-    numbers = list(map(_NUMBER, blocks))
-    return [number for number in numbers if number != null] if null in numbers else numbers
-
-
 def follow_releases(
     patches: Patches,
     pool: Any,

@@ -12,7 +12,6 @@ from canary_adapters import (
     BlockMessage,
     BlockSort,
     add_event,
-    block_numbers,
     error_text,
     follow_releases,
 )
@@ -56,7 +55,6 @@ class BlockRecorder:
         self._guard = functools.partial(_Guard, self)
         self._patches = Patches(self._guard)
         pool = self._manager.block_pool
-        self._null = next((block.block_id for block in pool.blocks if block.is_null), -1)
         follow = self._patches.follow
         follow(pool, "get_new_blocks", lambda blocks, *_, **__: self._note("alloc", blocks))
         follow(pool, "touch", self._touched)
@@ -113,14 +111,14 @@ class BlockRecorder:
                 lists.ended(request)
 
     def _note(self, sort: BlockSort, blocks: Iterable[Any]) -> None:
-        self._put(sort, block_numbers(blocks, self._null))
+        self._put(sort, [block.block_id for block in blocks if not block.is_null])
 
     def _put(self, sort: BlockSort, numbers: list[int]) -> None:
         if self._message.broken is None:
             add_event(self._message.events, BlockEvent(sort, self._request, numbers))
 
     def _touched(self, _: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
-        numbers = block_numbers(blocks, self._null)
+        numbers = [block.block_id for block in blocks if not block.is_null]
         self._put("share", numbers)
         if not self._fresh.isdisjoint(numbers):
             self._put("forget", [number for number in numbers if number in self._fresh])
