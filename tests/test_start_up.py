@@ -146,7 +146,7 @@ def test_what_was_put_off_is_done_before_anything_else(starting, first):
     assert starting.fingerprinted
     assert starting.compiled == 1
     (told,) = starting.told
-    assert (told.fields["batches"], told.fields["beside_s"]) == (1, 7.0)
+    assert (told.fields["batches"], told.fields["beside_s"]) == (2, 7.0)
     assert told.fields["seconds"] < 7
     assert "reason" not in told.fields
     assert starting.guarded.violations == []
@@ -197,9 +197,9 @@ def test_a_long_start_says_what_it_is_at(starting, monkeypatch):
 
     starting.process.wait = wait
     run(starting)
-    assert {(e.fields["doing"], e.fields["batches"]) for e in told("starting")[:3]} == {("another process compiles", 1)}
+    assert {(e.fields["doing"], e.fields["batches"]) for e in told("starting")[:3]} == {("another process compiles", 2)}
     (done,) = told("warmed_up")
-    assert done.fields["batches"] == 1
+    assert done.fields["batches"] == 2
     time.sleep(0.1)  # one may be on its way
     number = len(told("starting"))
     time.sleep(0.1)
@@ -243,7 +243,7 @@ def test_two_warm_ups_are_finished_together(monkeypatch):
     run(starting)
     assert [process.calls.count("wait") for process in starting.processes] == [1, 1]
     (told,) = starting.told
-    assert told.fields["batches"] == 2
+    assert told.fields["batches"] == 4
 
 
 def test_a_second_warm_up_that_puts_nothing_off_finishes_the_first(starting):
@@ -251,7 +251,7 @@ def test_a_second_warm_up_that_puts_nothing_off_finishes_the_first(starting):
     starting.warm_up(beside=False)
     assert starting.process.calls == FINISHED
     (told,) = starting.told
-    assert told.fields["batches"] == 2
+    assert told.fields["batches"] == 4
 
 
 @pytest.mark.parametrize("end", ["close", "_at_exit"])

@@ -39,9 +39,9 @@ class Patches:
         """Calls ``told`` after each call of ``owner.name``, with the result and the same arguments; a class's method
         passes the object first."""
 
-        guard, where = self._guard, f"after {name}"
-
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            guard, where = self._guard, f"after {name}"
+
             @functools.wraps(original)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)

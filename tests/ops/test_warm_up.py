@@ -112,11 +112,11 @@ def test_what_a_warm_up_fingerprints_is_guarded():
 
 
 def test_batches_of_each_step_are_warmed_up():
-    """Up to the largest batch, which need not be as large as the step it belongs to."""
+    """From one row up to the largest batch, which need not be as large as the step it belongs to."""
     g = Padded()
     asked = []
     g.canary.warm_up(lambda rows: asked.append(rows) or (), most_rows=300)
-    assert asked == [256, 300]
+    assert asked == [1, 256, 300]
 
 
 def test_nothing_is_warmed_up_where_nothing_is_compiled():
@@ -131,7 +131,7 @@ def test_how_long_it_took_is_told(monkeypatch):
     g = Padded(backend="torch")
     g.canary.warm_up(g.padding, most_rows=20)
     (event,) = g.findings.told("warmed_up")
-    assert (event.fields["backend"], event.fields["batches"]) == ("torch", 2)
+    assert (event.fields["backend"], event.fields["batches"]) == ("torch", 3)
     assert event.fields["seconds"] >= 0
 
 
@@ -150,6 +150,15 @@ def test_after_a_warm_up_nothing_is_compiled_while_serving():
         g.canary.slots.free("full", slots)
     g.canary.drain()
     assert compiled() == before
+
+
+def test_long_forwards_and_short_ones_are_warmed_up(monkeypatch):
+    """An engine with long tables serves one request as well as many: the check has a form for each."""
+    monkeypatch.setattr("canary_core.ops.readers.SPANS", 1)
+    g = Padded()
+    g.canary.warm_up(g.padding, most_rows=16)
+    (launches,) = g.canary.states["full"].launches.by_table.values()
+    assert {"check", "check, but long", "check_long"} <= launches.by_op.keys()
 
 
 @pytest.mark.gpu

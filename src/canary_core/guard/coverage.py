@@ -135,10 +135,9 @@ def sharing(states: Iterable[RegionState], config: CanaryConfig) -> list[Uncover
             halves = any(label.half is None for label in sources.judged)
             layer, layers = ("layer or half", "layers, with all halves,") if halves else ("layer", "layers")
             reason = (
-                f"CANARY_MEMORY={config.memory}: up to {most} {layers} share fingerprints. A changed layer is seen and "
-                f"named; of several only their group. A write lost in a part of a group, or a {layer} left out by a "
-                "load of foreign KV, is not seen, and CANARY_STORE_CHECK and CANARY_REPAIR rest; CANARY_MEMORY=exact "
-                "has all"
+                f"CANARY_MEMORY={config.memory}: up to {most} {layers} share fingerprints. A changed layer is named, "
+                f"of several only their group. A write lost in a part of a group, or a {layer} left out by a load of "
+                "foreign KV, is not seen, and CANARY_STORE_CHECK and CANARY_REPAIR rest; CANARY_MEMORY=exact has all"
             )
             told.append(Uncovered(f"single layers of {state.region.name}", 0, reason))
     return told

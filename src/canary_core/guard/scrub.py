@@ -348,8 +348,7 @@ class Scrub:
         before = counters.clone()
         listed_bytes = sum(_list_some(stretch.state) for stretch in self.stretches)
         most = sum(min(CALIBRATION_BYTES, s.state.pool_bytes // CALIBRATION_STRIDE) for s in self.stretches)
-        # A list may be too short for it.
-        times = max(most // listed_bytes, 1)
+        times = max(most // listed_bytes, 1)  # A list may be too short for all.
         # The first one may still have to be compiled, or loaded, which waits for the device: a probed one, too.
         for stretch in self.stretches:
             self._backend.scrub(stretch.state, True)
@@ -397,8 +396,8 @@ def _forget_foreign(state: RegionState) -> None:
 def _list_some(state: RegionState) -> int:
     """Lists slots for the measurement, without a record of a write; returns their bytes."""
     most = max(CALIBRATION_BYTES // state.sources.slot_bytes, 1)
-    slots = torch.arange(0, state.region.slots, CALIBRATION_STRIDE, device=state.listed.device)
-    slots = slots[: min(most, state.listed_slots)]
+    end = min(state.region.slots, CALIBRATION_STRIDE * min(most, state.listed_slots))
+    slots = torch.arange(0, end, CALIBRATION_STRIDE, device=state.listed.device)
     state.listed[0, : len(slots)] = slots.int()
     state.cursors[Cursor.SCRUB + ScrubWord.LIST] = len(slots)
     return len(slots) * state.sources.slot_bytes

@@ -339,9 +339,8 @@ class SlotEvents:
         """As `_state`, for an event about ``slots``, by argument name, or pages of ``page_slots``; counts the event.
         None, too, if they can't be slots."""
         state = self._state(region, event)
-        if state is None or not self._given.fit(event, region, **slots):
-            return None
-        if not self._given.pages(event, region, page_slots):
+        given = self._given
+        if state is None or not (given.fit(event, region, **slots) and given.pages(event, region, page_slots)):
             return None
         self._count(event, region)
         self.workspace.journal.note(event, region, slots, page=page_slots)

@@ -21,8 +21,9 @@ from canary_core.runtime.streams import capturing
 
 
 def row_counts(steps: Sequence[int], most: int) -> list[int]:
-    """The largest batch of each step, up to ``most`` rows."""
-    below = [step for step in steps if step < most]
+    """The smallest batch, and the largest of each step up to ``most`` rows: forwards of many rows and long tables have
+    a form of their own (`canary_core.ops.readers`)."""
+    below = [step for step in (1, *steps) if step < most]
     return [*below, most] if steps and most > 0 else []
 
 

@@ -37,8 +37,7 @@ SLOT_BYTES = 4 * RECORD_WORDS + 8
 """Of a slot, beside fingerprints and history: record and claim."""
 
 LEAST_LISTED, LISTED_SHARE = 1 << 18, 16
-"""A scrub compares at most one in so many slots, or so many, if more: 34 GB of Llama-8B's, 1.2 GB of rows of 4,608
-bytes. So its two lists take nothing worth mentioning, and a budget that wants more gets round in 16 scrubs."""
+"""A scrub compares at most one in so many slots, or so many, if more. A budget that wants more gets round in 16."""
 
 HISTORY_SHARE = 3
 """Histories take at most one in so many bytes of those that ``CANARY_MEMORY`` allows."""
@@ -135,10 +134,9 @@ class RegionState:
     records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources.columns]``, 0 for unknown. chains: see
     `CHAINS`. cursors: see `Cursor`.
     histories: int64 ``[slots + 1, HISTORY]``, see `Happened`; None where they would be too large beside the slots.
-    listed: int32 ``[2, listed_slots]``, slots to compare by a scrub, see `ScrubWord.LIST`. sources: the fingerprinted
-    sources. scratch: memory passed between the ops of one forward. launches: the back ends' cache for the region.
-    reads: whether forwards compare bytes before reading them. samples: the sampled tokens, None in regions not compared
-    with the sampler.
+    listed: int32 ``[2, listed_slots]``, slots to compare by a scrub, ``listed_slots`` at most, see `ScrubWord.LIST`.
+    sources: the fingerprinted sources. scratch: memory between the ops of one forward. launches: the back ends' cache.
+    reads: whether forwards compare bytes before reading them. samples: the sampled tokens, None where not compared.
     stores: int64 ``[slots, sources]``, fingerprints of bytes stored so far by the running forward, 0 for unknown; empty
     without ``CANARY_STORE_CHECK``.
     """
@@ -150,7 +148,6 @@ class RegionState:
         device = region.device
         remembers = _remembers(region, config)
         self.listed_slots = min(region.slots, max(LEAST_LISTED, -(-region.slots // LISTED_SHARE)))
-        """Most slots that a scrub compares."""
         self.listed = torch.zeros(2, self.listed_slots, dtype=torch.int32, device=device)
         others = SLOT_BYTES + 8 * HISTORY * remembers + self.listed.nbytes / region.slots
         self.sources = SourceTable(region, config, others)

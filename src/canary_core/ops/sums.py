@@ -10,11 +10,10 @@ A weight is odd, and no two are the same modulo 2**33. If one source has changed
 it (`hashing.only_word`). Of several changed sources only the group is known. Any two flipped bits are seen, as with one
 fingerprint a source: in the same word of two sources, where the first number may stay, the second does not.
 
-A group is of one half, so that it says K or V in any case. Only where the largest such groups still take more than
-allowed, all halves of some layers share one.
+A group is of one half. Only where the largest such groups take more than allowed, all halves of some layers share one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -29,11 +28,8 @@ from canary_core.region import KVSource, Region
 FREE_BYTES = 64 << 20
 """Fingerprints of a region that are one for each source, whatever their share of the pool."""
 
-MOST_PARTS = 32
-"""Sources of a group of one half."""
-
-MOST_LAYERS = 32
-"""Layers of a group of all halves."""
+MOST_PARTS, MOST_LAYERS = 32, 32
+"""Layers of a group of one half, and of a group of all halves."""
 
 MOST_WORDS = 1024
 """Words of a slot in one source that shares fingerprints: the fingerprint of a longer one is small beside it."""
@@ -109,7 +105,7 @@ def explained(by: Tensor, weighted: Tensor, weights: Tensor) -> tuple[Tensor, Te
 def _grouped(sources: Sequence[KVSource], room: float) -> tuple[tuple[int, ...], ...]:
     """Groups of indices, in order, whose numbers take at most ``room`` bytes of a slot, or as little as they can."""
     groups: list[tuple[int, ...]] = []
-    kinds = ((_alike(sources, _of_one_half), MOST_PARTS), (_alike(sources, _of_any_half), MOST_LAYERS))
+    kinds = (_alike(sources, of_one_half=True), MOST_PARTS), (_alike(sources, of_one_half=False), MOST_LAYERS)
     for alike, layers in ((alike, layers) for alike, most in kinds for layers in range(PER_GROUP + 1, most + 1)):
         groups = [group for by_layer in alike for group in _parted(by_layer, layers)]
         if 8 * PER_GROUP * len(groups) <= room:
@@ -117,21 +113,18 @@ def _grouped(sources: Sequence[KVSource], room: float) -> tuple[tuple[int, ...],
     return tuple(sorted(groups))
 
 
-def _of_any_half(source: KVSource) -> tuple[object, ...]:
+def _kind(source: KVSource) -> tuple[object, ...]:
     """Sources of one group agree in this: one kernel reads them, and one rule judges them."""
     shape = source.page_size, source.chunks, source.chunk_bytes, source.alignment, source.present_slots
     return source.part, source.role, source.dtype, *shape
 
 
-def _of_one_half(source: KVSource) -> tuple[object, ...]:
-    return source.half, *_of_any_half(source)
-
-
-def _alike(sources: Sequence[KVSource], kind: Callable[[KVSource], tuple[object, ...]]) -> list[list[list[int]]]:
+def _alike(sources: Sequence[KVSource], *, of_one_half: bool) -> list[list[list[int]]]:
     """Of each kind the indices of its sources, by layer."""
     found: dict[tuple[object, ...], dict[int, list[int]]] = {}
     for index, source in enumerate(sources):
-        found.setdefault(kind(source), {}).setdefault(source.layer, []).append(index)
+        kind = source.half if of_one_half else "", *_kind(source)
+        found.setdefault(kind, {}).setdefault(source.layer, []).append(index)
     return [list(by_layer.values()) for by_layer in found.values()]
 
 

@@ -13,10 +13,8 @@ forward, and forwards may be short."""
 IDLE_READ_S = 0.5
 """Least time between two reads while the engine idles, and perhaps polls without a pause."""
 
-
 JUDGED_FORWARDS = 4
-"""Least number of forwards from one read to the next, where the engine asks for the verdict on each forward: a read
-brings none earlier, and a request's first token would wait for the host's work."""
+"""Least number of forwards between two reads where the engine asks for the verdict on each: a read brings none."""
 
 
 class ReadTimes:

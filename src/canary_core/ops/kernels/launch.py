@@ -163,7 +163,7 @@ class Launcher:
             torch.cuda.set_device(self.device)
         # An error comes again with the launch, where it is told.
         with suppress(Exception):
-            self.warm_up(grid, given)
+            _make_ready((self.device, self.warm_up(grid, given)))
 
     def warm_up(self, grid: tuple[int, int], given: Arguments) -> Any:
         """The kernel, compiled and not launched."""
