@@ -236,7 +236,8 @@ def run(feature: str, args: argparse.Namespace) -> dict[str, Any]:
     # It stores to a folder that is emptied before.
     environment |= {"CANARY_LEDGER_PRIVATE": "ExampleConnector"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"} if args.device == "cpu" else {}
-    environment |= {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
+    given = {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
+    environment = {**environment, **given, "CANARY_PLUGINS": environment["CANARY_PLUGINS"]}
     file = guard.OUT / f"arrivals-{feature}.json"
     file.unlink(missing_ok=True)
     log = guard.OUT / f"arrivals-{feature}.log"

@@ -545,7 +545,8 @@ def run(feature: str, guarded: bool, limit_s: int) -> dict[str, Any]:
         environment |= {"CANARY_PLUGINS": "vllm,guard_witness", "CANARY_READ_CHECK": "-1", "CANARY_AUDIT": "6"}
         # So that a pool of 8 GB is read once within the few forwards that follow a fault.
         environment["CANARY_SCRUB_BUDGET"] = "512MiB"
-        environment |= {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
+        given = {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
+        environment = {**environment, **given, "CANARY_PLUGINS": environment["CANARY_PLUGINS"]}
     if feature.removesuffix("-tp2") in ("mamba", "conv", "gdn", "cached"):
         # Else a decode's state is compared every 256th step.
         environment.setdefault("CANARY_STATE_INTERVAL", "1")
