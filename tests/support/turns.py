@@ -1,18 +1,18 @@
-"""Tests that take turns: each commit's CI runs a third of them (``CI_TURN`` of `.ci/run`). Elsewhere all run."""
+"""Tests that take turns: each commit's CI runs a sixth of them (``CI_TURN`` of `.ci/run`). Elsewhere all run."""
 
 from collections.abc import Iterable
 
 import pytest
 
-TURNS = 3
+TURNS = 6
 MARKER = (
-    "takes_turns(covered_by, unit=None): CI runs it for one commit of three; `covered_by` says what runs for each and "
+    "takes_turns(covered_by, unit=None): CI runs it for one commit of six; `covered_by` says what runs for each and "
     "nearly covers it. Tests of one unit, such as those that share an engine, have one turn"
 )
 
 
 def those_of(items: Iterable[pytest.Item], turn: int) -> list[pytest.Item]:
-    """The tests that run in that turn, in their order: all that have no turns, and every third unit of the others."""
+    """The tests that run in that turn, in their order: all that have no turns, and every sixth unit of the others."""
     units: dict[str, int] = {}
     return [item for item in items if _number(item, units) in (None, turn % TURNS)]
 

@@ -12,7 +12,7 @@ class Setup:
     """``model`` and ``options``: as of `SmallEngine`. ``layers``, ``halves``: what a flip can be in. ``regions``: names
     of the regions that guard it. ``reach``: how many of a request's last positions every layer still reads.
     ``process``: engines of one number share a process. ``older``: CI runs it on the older release, too.
-    ``turns``: CI runs it for one commit of three."""
+    ``turns``: CI runs it for one commit of six."""
 
     model: str = "llama"
     options: dict[str, Any] = field(default_factory=dict)
