@@ -40,13 +40,13 @@ def main() -> int:
     jobs = unpack(sys.stdin.buffer.read())
     # Ranks on one machine start together, and all of them need the same.
     with _alone(Stamp(jobs).folder):
-        if not compile_all(jobs):
+        if not _compile_in_forks(jobs):
             return 1
     sys.stdout.buffer.write(DONE)
     return 0
 
 
-def compile_all(jobs: Sequence[CompileJob]) -> bool:
+def _compile_in_forks(jobs: Sequence[CompileJob]) -> bool:
     """Compiles side by side, in forks of this process, which have Triton loaded: a compilation holds Python's lock most
     of the time, so threads would wait for each other. Whether all succeeded. Raises `RuntimeError` where a fork
     was killed."""
