@@ -7,6 +7,7 @@ eight requests at a time; with ``t2``, answers of two tokens.
 """
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -183,16 +184,20 @@ def _run(engine: Any, requests: list[Any]) -> None:
 def _listen(scheduler: Any) -> dict[str, Any]:
     """The ends of requests as told to SGLang's process of clients from now on, by name."""
     told: dict[str, Any] = {}
-    sender = scheduler.ipc_channels.send_to_tokenizer
-    send = type(sender).send_output
-
-    def send_output(output: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(output).__name__ == "AbortReq":
-            told[output.rid] = output.finished_reason
-        return send(sender, output, *args, **kwargs)
-
-    sender.send_output = send_output
+    channels = scheduler.ipc_channels
+    for sender in {id(each): each for each in (channels.send_to_tokenizer, channels.send_to_detokenizer)}.values():
+        sender.send_output = functools.partial(_note, told, sender.send_output)
     return told
+
+
+def _note(told: dict[str, Any], send: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    """``send`` an output; the ends of requests in it become part of ``told``."""
+    if type(output).__name__ == "AbortReq":
+        told[output.rid] = output.finished_reason
+    elif reasons := getattr(output, "finished_reasons", None):
+        # A request that has given out tokens ends with those of its batch.
+        told.update((rid, reason) for rid, reason in zip(output.rids, reasons, strict=True) if reason)
+    return send(output, *args, **kwargs)
 
 
 def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:

@@ -1,13 +1,15 @@
 """Bits that flip in the KV of a prefill and a decode engine (PD disaggregation), and what the decode engine answers.
 
-python -m tools.pd_flips COUNT [MODE ...] [CASE ...] [plain] [tp2] [kill], in the folder of the tests: a line of JSON
-for each mode of ``CANARY_ON_VIOLATION`` and each case, with the overlap scheduler unless ``plain``. Cases: ``sent``: a
-bit of the prefill engine's slots, after their forward and before they are sent. ``arrived``: of the decode engine's,
-when all has come. ``parked``: of what the prefill engine's prefix cache has. ``decoding``: of what running requests
-read in the decode engine. ``clean``: none. With ``kill``, the prefill engine ends at last, while requests wait.
+python -m tools.pd_flips COUNT [MODE ...] [CASE ...] [plain] [tp2] [kill] [gpu], in the folder of the tests: a line of
+JSON for each mode of ``CANARY_ON_VIOLATION`` and each case, with the overlap scheduler unless ``plain``. Cases:
+``sent``: a bit of the prefill engine's slots, after their forward and before they are sent. ``arrived``: of the decode
+engine's, when all has come. ``parked``: of what the prefill engine's prefix cache has. ``decoding``: of what running
+requests read in the decode engine. ``clean``: none. With ``kill``, the prefill engine ends at last, while requests
+wait.
 
-Engines, schedulers, bootstrap and transfer manager are SGLang's own; `cpu/nixl` stands in for NIXL. What flips the bits
-is a plugin of SGLang's that knows nothing of Canary.
+Engines, schedulers, bootstrap and transfer manager are SGLang's own; on a CPU `cpu/nixl` stands in for NIXL. With
+``gpu`` both engines share a GPU, with CUDA graphs and the real NIXL. What flips the bits is a plugin of SGLang's that
+knows nothing of Canary.
 """
 
 import asyncio
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 from engines import TESTS, python_path
+from engines.gpu_models import GPU_DEFAULTS
 from engines.models import write_model
 from engines.user_script import on_cpu
 from gpu.pd import free_port, late
@@ -35,7 +38,8 @@ SIDES = ("prefill", "decode")
 CASES = ("sent", "arrived", "parked", "decoding", "clean")
 DRAW = random.Random("pd")
 BITS = (29, 30)
-"""The highest of the exponent of a 32-bit float: only a few tokens are computed from each."""
+"""The highest of the exponent of a 32-bit float, or of a word's second bfloat16: only a few tokens are computed from
+each."""
 
 LENGTH, PROMPTS = 40, 6
 PATIENCE_S = 500
@@ -48,8 +52,9 @@ def install() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    sends = "_send_kv_chunk" if hasattr(Scheduler, "_send_kv_chunk") else "send_kv_chunk"
     load, run = ModelRunner.load_model, Scheduler.run_batch
-    send, commit = Scheduler._send_kv_chunk, DecodeTransferQueue._commit_transfer_to_req
+    send, commit = getattr(Scheduler, sends), DecodeTransferQueue._commit_transfer_to_req
 
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
         done = load(runner, *args, **kwargs)
@@ -76,7 +81,8 @@ def install() -> None:
         return run(scheduler, batch, *args, **kwargs)
 
     ModelRunner.load_model, Scheduler.run_batch = load_model, run_batch
-    Scheduler._send_kv_chunk, DecodeTransferQueue._commit_transfer_to_req = send_chunk, commit_transfer
+    setattr(Scheduler, sends, send_chunk)
+    DecodeTransferQueue._commit_transfer_to_req = commit_transfer
 
 
 def control() -> str:
@@ -92,7 +98,8 @@ def flip(scheduler: Any, requests: list[Any], hit: bool = False) -> None:
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     for request in requests:
         end = len(request.prefix_indices) if hit else len(request.origin_input_ids)
-        row = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, :end]
+        holder = request if hasattr(request, "req_pool_idx") else request.kv
+        row = scheduler.req_to_token_pool.req_to_token[holder.req_pool_idx, :end]
         words = DRAW.choice((pool.k_buffer, pool.v_buffer))[DRAW.randrange(pool.layer_num)]
         words = words[DRAW.choice(row.tolist())].view(torch.int32)
         words[tuple(DRAW.randrange(size) for size in words.shape)] ^= 1 << DRAW.choice(BITS)
@@ -107,8 +114,9 @@ class Engine:
         cores = sorted(os.sched_getaffinity(0))
         bind = f"{cores[0]}|{cores[-1]}" if options.get("tp_size") == 2 else str(cores[SIDES.index(side) % len(cores)])
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_")}
+        nixl = [] if "device" in options else [TESTS / "cpu"]
         own = {
-            "PYTHONPATH": python_path(folder, TESTS / "cpu"), "PD_FOLDER": str(folder), "PD_SIDE": side,
+            "PYTHONPATH": python_path(folder, *nixl), "PD_FOLDER": str(folder), "PD_SIDE": side,
             "SGLANG_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
             # It needs a CUDA event.
             "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
@@ -238,11 +246,14 @@ def engine_main(options: dict[str, Any]) -> None:
     """One engine: serves what comes on stdin."""
     import sglang
 
-    beside = dict(hicache_io_backend="direct", hicache_mem_layout="layer_first")
-    if options["disaggregation_mode"] == "decode":
-        beside["disaggregation_decode_retraction_backup"] = "cpu_tensor"
+    base, beside = GPU_DEFAULTS, {}
+    if "device" not in options:
+        base = {**on_cpu()[1], "dtype": "float32"}
+        beside = dict(hicache_io_backend="direct", hicache_mem_layout="layer_first")
+        if options["disaggregation_mode"] == "decode":
+            beside["disaggregation_decode_retraction_backup"] = "cpu_tensor"
     engine = sglang.Engine(
-        **{**on_cpu()[1], "disaggregation_transfer_backend": "nixl", "dtype": "float32", "host": "127.0.0.1",
+        **{**base, "disaggregation_transfer_backend": "nixl", "host": "127.0.0.1",
            "num_reserved_decode_tokens": 64, "max_total_tokens": 1024, "disable_radix_cache": True,
            "disable_overlap_schedule": False, **beside, **options}
     )  # fmt: skip
@@ -282,14 +293,19 @@ def main() -> None:
     options: dict[str, Any] = {"disable_overlap_schedule": "plain" in words, "disable_radix_cache": cases != ["parked"]}
     if "tp2" in words:
         options["tp_size"] = 2
+    if "gpu" in words:
+        options |= {"device": "cuda", "mem_fraction_static": 0.1}
     quiet = {"CANARY_SCRUB_BUDGET": "0", "CANARY_READ_CHECK": "-1" if "decoding" in cases else "0"}
-    for mode in [word for word in words if word not in (*CASES, "plain", "tp2", "kill")] or ["report", "protect"]:
+    beside = (*CASES, "plain", "tp2", "kill", "gpu")
+    for mode in [word for word in words if word not in beside] or ["report", "protect"]:
         guard = {"CANARY_PLUGINS": "sglang", "CANARY_ON_VIOLATION": mode, **quiet}
         with tempfile.TemporaryDirectory() as folder:
             pair = Pair(Path(folder) / "e", options, **guard)
             try:
                 for case in cases:
-                    served = serve_flipped(pair, int(sys.argv[1]), case if case != "clean" else "nothing")
+                    # On a GPU a batch rounds otherwise than a request alone.
+                    together = 1 if "gpu" in words else 2
+                    served = serve_flipped(pair, int(sys.argv[1]), case if case != "clean" else "nothing", together)
                     _print({"mode": mode, "case": case, **served})
                 if "kill" in words:
                     _print({"mode": mode, **lose_the_peer(pair)})

@@ -23,6 +23,8 @@ def giving_up_refusal(scheduler: Any, judged: Sequence[str] = ()) -> str | None:
         return None
     if getattr(args, "enable_lmcache", False) or _stores_unjudged(cache, judged):
         return "copies in LMCache or in a storage back end may come back"
+    if type(cache).__name__ == "HiRadixCache":
+        return "copies in host memory may come back; SGLANG_ENABLE_UNIFIED_RADIX_TREE=1 takes a cache that gives them up"
     known = all(hasattr(cache, name) for name in ("evict_host", "loading_check", "writing_check"))
     if not known or type(cache).__name__ != "UnifiedRadixCache" or not _keeps_copies_of_nodes(cache):
         return "copies in host memory may come back"
