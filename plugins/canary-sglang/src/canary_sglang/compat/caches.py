@@ -15,6 +15,10 @@ def keeps_host_copies(scheduler: Any) -> bool:
     return any(getattr(args, name, False) for name in ("enable_hierarchical_cache", "enable_lmcache"))
 
 
+TIERED = ("UnifiedRadixCache", "HiRadixCache")
+"""Prefix caches with copies of nodes in host memory."""
+
+
 def giving_up_refusal(scheduler: Any, judged: Sequence[str] = ()) -> str | None:
     """Why KV evicted from the device may come back from elsewhere, None if evicted for good. Copies in host memory
     go as well, see `evict_nodes`. ``judged``: storage back ends, by class, from which nothing comes back uncompared."""
@@ -23,10 +27,8 @@ def giving_up_refusal(scheduler: Any, judged: Sequence[str] = ()) -> str | None:
         return None
     if getattr(args, "enable_lmcache", False) or _stores_unjudged(cache, judged):
         return "copies in LMCache or in a storage back end may come back"
-    if type(cache).__name__ == "HiRadixCache":
-        return "copies in host memory may come back; SGLANG_ENABLE_UNIFIED_RADIX_TREE=1 takes a cache that gives them up"
     known = all(hasattr(cache, name) for name in ("evict_host", "loading_check", "writing_check"))
-    if not known or type(cache).__name__ != "UnifiedRadixCache" or not _keeps_copies_of_nodes(cache):
+    if not known or type(cache).__name__ not in TIERED or not _keeps_copies_of_nodes(cache):
         return "copies in host memory may come back"
     return None
 
@@ -169,7 +171,7 @@ def evict_nodes(cache: Any, must_go: SlotTest) -> int:
 
 
 def _evict_from_device(cache: Any, must_go: SlotTest) -> int:
-    if type(cache).__name__ == "RadixCache":
+    if type(cache).__name__ in ("RadixCache", "HiRadixCache"):
         return _evict_from_radix(cache, must_go)
     full = cache.full_evictable_size() if cache.supports_swa() else cache.evictable_size()
     window = cache.swa_evictable_size() if cache.supports_swa() else 0
@@ -236,8 +238,9 @@ def _evict_from_radix(cache: Any, must_go: SlotTest) -> int:
 
 
 class _ChosenFirst:
-    """An eviction strategy for `RadixCache` with chosen nodes first: those with a slot that ``must_go`` on their path
-    from the root. ``tokens``: number of the chosen nodes' tokens not in use."""
+    """An eviction strategy for `RadixCache` and `HiRadixCache` with chosen nodes first: those with a slot that
+    ``must_go`` on their path from the root. ``tokens``: number of the chosen nodes' tokens on the device and not in
+    use."""
 
     def __init__(self, root: Any, must_go: SlotTest) -> None:
         self._nodes: set[int] = set()
@@ -245,8 +248,9 @@ class _ChosenFirst:
         todo = [(node, False) for node in root.children.values()]
         while todo:
             node, chosen = todo.pop()
-            chosen = chosen or bool(must_go(node.value).any())
-            if chosen and node.lock_ref == 0:
+            here = node.value is not None
+            chosen = chosen or (here and bool(must_go(node.value).any()))
+            if chosen and here and node.lock_ref == 0:
                 self._nodes.add(node.id)
                 self.tokens += len(node.value)
             todo += [(child, chosen) for child in node.children.values()]
