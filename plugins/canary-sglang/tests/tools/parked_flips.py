@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines.setups import HICACHE, TRITON
+from engines.setups import HICACHE, SPECULATIVE, TRITON
 
 from tools.storms import Served, loop
 
@@ -56,6 +56,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "attention_backend": "triton",
         "disable_overlap_schedule": False,
     },
+    "eagle": SPECULATIVE["eagle"].options,
+    "overlap eagle": SPECULATIVE["eagle"].options | {"disable_overlap_schedule": False},
     "gpu": {"device": "cuda", "model": "gpu_llama"},
     "gpu overlap": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False},
     "gpu host": {"device": "cuda", "model": "gpu_llama", **HICACHE},
@@ -240,11 +242,13 @@ def main() -> None:
     from engines.setups import Setup
 
     words = sys.argv[2:]
-    beside = ("gpu", "overlap", "host", "files", "window")
+    beside = ("gpu", "overlap", "host", "files", "window", "eagle")
     numbers = {word[0]: int(word[1:]) for word in words if word[1:].isdecimal()}
     size = {"together": numbers.get("x", 1), "new": numbers.get("t", NEW_TOKENS)}
     modes = [word for word in words if word.isalpha() and word not in (*beside, "clean")] or ["report", "protect"]
-    kernels = {**TRITON, "CANARY_BACKEND": "torch"} if {"files", "window"} & set(words) else {}
+    kernels = {**TRITON, "CANARY_BACKEND": "torch"} if {"files", "window", "eagle"} & set(words) else {}
+    if "eagle" in words:
+        kernels |= SPECULATIVE["eagle"].environment
     kind = " ".join(word for word in beside if word in words) or "plain"
     setup = Setup(OPTIONS[kind], kernels, patience_s=1800)
     where = next((word for word in ("host", "files") if word in words), "device")

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
-from canary_sglang.compat import disaggregated, schedulers
+from canary_sglang.compat import caches, disaggregated, schedulers
 
 
 def retract(scheduler: Any, request: Any) -> None:
@@ -116,14 +117,24 @@ def counts_logprobs(batch: Any) -> bool:
 def withholding_refusal(scheduler: Any) -> str | None:
     """Why a request can't be retracted before its token is given out, None if it can."""
     args = scheduler.server_args
-    for name, reason in (
-        ("speculative_algorithm", "speculative decoding"),
-        ("enable_hisparse", "HiSparse"),
-        ("dllm_algorithm", "a diffusion model"),
-    ):
+    for name, reason in (("enable_hisparse", "HiSparse"), ("dllm_algorithm", "a diffusion model")):
         if getattr(args, name, None):
             return f"{reason} takes its tokens in another way"
     if not scheduler.is_generation:
         return "an embedding model gives out no tokens"
     known = is_dataclass(getattr(scheduler, "batch_result_processor", None))
-    return None if known else "this SGLang takes results in another way"
+    return _speculation_refusal(scheduler) if known else "this SGLang takes results in another way"
+
+
+def _speculation_refusal(scheduler: Any) -> str | None:
+    """As `withholding_refusal`, of several tokens a step."""
+    algorithm = getattr(getattr(scheduler, "spec_algorithm", None), "name", "NONE")
+    if algorithm == "NONE":
+        return None
+    # Older workers put the tokens in the request within the forward.
+    if algorithm not in schedulers.SPECULATION or find_spec("sglang.srt.speculative.eagle_worker") is not None:
+        return f"speculative decoding by {algorithm} takes its tokens in another way"
+    ranks = schedulers.is_staged(scheduler) or getattr(scheduler.server_args, "enable_dp_attention", False)
+    if ranks or caches.keeps_host_copies(scheduler) or disaggregated.side(scheduler) != "null":
+        return "speculative decoding beside HiCache, PD disaggregation, a pipeline or data-parallel attention"
+    return None
