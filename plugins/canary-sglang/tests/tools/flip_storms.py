@@ -58,7 +58,8 @@ def storm_of_flips(engine: Any, seed: int, count: int, rate: float, at_least: in
     emptied = flush(engine)
     told: Counter[str] = Counter()
     for request, right in zip(served, clean, strict=True):
-        answer, due = list(request.output_ids), list(right.output_ids)
+        # Speculation may compute more tokens than were asked for; nobody is given these.
+        answer, due = (list(r.output_ids)[: r.sampling_params.max_new_tokens] for r in (request, right))
         ended = request.finished_reason.to_json()["type"]
         told["error" if ended == "abort" else "right" if answer == due else "wrong"] += 1
         if ended != "abort" and more.get("return_logprob"):

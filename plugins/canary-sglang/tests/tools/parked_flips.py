@@ -1,9 +1,9 @@
 """Bits that flip in KV parked in the prefix cache, and what is answered from it.
 
-python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [files] [window] [clean] [x8] [t2], in this folder:
-a line of JSON for each mode and `ROUND` requests, the sums of all so far. With ``host``, HiCache, whose copies in host
-memory flip; with ``files``, those in its storage back end; with ``window``, a model with sliding windows; with ``x8``,
-eight requests at a time; with ``t2``, answers of two tokens.
+python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [files] [window] [eagle] [clean] [x8] [t2], in this
+folder: a line of JSON for each mode and `ROUND` requests, the sums of all so far. With ``host``, HiCache, whose copies
+in host memory flip; with ``files``, those in its storage back end; with ``window``, a model with sliding windows; with
+``eagle``, a model that drafts; with ``x8``, eight requests at a time; with ``t2``, answers of two tokens.
 """
 
 import contextlib
@@ -60,6 +60,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlap eagle": SPECULATIVE["eagle"].options | {"disable_overlap_schedule": False},
     "gpu": {"device": "cuda", "model": "gpu_llama"},
     "gpu overlap": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False},
+    "gpu overlap eagle": {
+        "device": "cuda",
+        "model": "gpu_llama",
+        "disable_overlap_schedule": False,
+        "draft_model": "gpu_llama_draft",
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    },
     "gpu host": {"device": "cuda", "model": "gpu_llama", **HICACHE},
     "gpu overlap host": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False, **HICACHE},
 }
@@ -246,9 +256,8 @@ def main() -> None:
     numbers = {word[0]: int(word[1:]) for word in words if word[1:].isdecimal()}
     size = {"together": numbers.get("x", 1), "new": numbers.get("t", NEW_TOKENS)}
     modes = [word for word in words if word.isalpha() and word not in (*beside, "clean")] or ["report", "protect"]
-    kernels = {**TRITON, "CANARY_BACKEND": "torch"} if {"files", "window", "eagle"} & set(words) else {}
-    if "eagle" in words:
-        kernels |= SPECULATIVE["eagle"].environment
+    interpreted = {"files", "window", "eagle"} & set(words) and "gpu" not in words
+    kernels = {**TRITON, "CANARY_BACKEND": "torch", "TORCHDYNAMO_DISABLE": "1"} if interpreted else {}
     kind = " ".join(word for word in beside if word in words) or "plain"
     setup = Setup(OPTIONS[kind], kernels, patience_s=1800)
     where = next((word for word in ("host", "files") if word in words), "device")
