@@ -113,6 +113,13 @@ class Recomputer(ABC):
         return False
 
     @property
+    def recurrent(self) -> bool:
+        """Whether layers of the model keep states, which sum up the roundings of all tokens before. Then ``jitter``
+        rounds what is computed within these layers, too; with a ``chunk_tokens`` of 1 the last tokens are computed one
+        by one, and those before in larger forwards; and the results of earlier calls of `compute` stay valid."""
+        return False
+
+    @property
     @abstractmethod
     def rounding(self) -> float:
         """Relative error of one rounding of the numbers that attention reads: the unit roundoff of their type, which is

@@ -14,7 +14,10 @@ from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.comparison import Compared, Comparing, Comparison
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise, first_layer
+from canary_core.watchers.recompute.own_noise import OwnNoise
 from canary_core.watchers.recompute.verification import LayerError, Reason, Verification, Verifier
+
+Own = Callable[[], OwnNoise]
 
 MOST_REASONS = 32
 """Different reasons of missing verdicts told by events."""
@@ -136,15 +139,16 @@ class RecomputeJudge:
             self.doubt(FAR_APART, request=cached.request, source=source.name, position=position, error=error)
         return far is None and comparison.finite
 
-    def verdict(self, cached: CachedRequest, comparison: Comparison) -> Verification:
-        """By the noise known now; reports a finding, but never about slots with changed records of a parked prefix."""
+    def verdict(self, cached: CachedRequest, comparison: Comparison, own: Own | None = None) -> Verification:
+        """By the noise known now; reports a finding, but never about slots with changed records of a parked prefix.
+        ``own``: gives the request's own noise, before a finding; what that explains is none."""
         if cached.parked is None or comparison.left is None:
-            return self._verdict(cached, comparison)
+            return self._verdict(cached, comparison, own)
         if comparison.left < len(cached.tokens):
             return self.gone(cached.request, comparison.left, cached.parked)
-        return replace(self._verdict(cached, comparison), parked=True)
+        return replace(self._verdict(cached, comparison, own), parked=True)
 
-    def _verdict(self, cached: CachedRequest, comparison: Comparison) -> Verification:
+    def _verdict(self, cached: CachedRequest, comparison: Comparison, own: Own | None) -> Verification:
         tokens = len(cached.tokens)
         if not any(len(one.positions) >= WINDOW_TOKENS and one.sources for one in comparison.errors):
             why = f"no region has {WINDOW_TOKENS} tokens of it that can be compared as numbers"
@@ -158,6 +162,11 @@ class RecomputeJudge:
         if not self.noise.known and not comparison.exact:
             return self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, comparison.missing)
         wrong = [one for one in layers if one.differs]
+        if wrong and own is not None:
+            bounds = own().widened(bounds)
+            layers = self._layers(comparison.errors, bounds)
+            wrong = [one for one in layers if one.differs]
+            self._canary.count("recompute_own_noise")
         self._canary.count("recompute_differs" if wrong else "recompute_same")
         if not wrong:
             return Verification(cached.request, tokens, "same", None, None, layers, comparison.missing)

@@ -127,9 +127,9 @@ class Noise:
         self.tokens += _most_tokens(rounded)
         for path in paths:
             for errors in path:
-                self._widen(errors, MARGIN)
+                self.widen(errors, MARGIN)
         for errors in rounded:
-            self._widen(errors, 1.0)
+            self.widen(errors, 1.0)
 
     def learn_pair(self, pair: Sequence[Errors]) -> None:
         """Takes in a fresh request, compared with one other computation and no more."""
@@ -161,7 +161,8 @@ class Noise:
             return Bound(most, most)
         return Bound(max(known.window, roundoff), max(known.token, roundoff))
 
-    def _widen(self, errors: Errors, margin: float) -> None:
+    def widen(self, errors: Errors, margin: float) -> None:
+        """Raises bounds to the largest ``errors`` times ``margin``."""
         _, medians = errors.windows()
         for (source, tokens), windows in zip(errors.like(), medians, strict=True):
             if tokens.numel():

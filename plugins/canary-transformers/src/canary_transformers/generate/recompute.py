@@ -27,7 +27,7 @@ from canary_core import (
     Violation,
     emit,
 )  # fmt: skip
-from canary_transformers import attention, second_forward
+from canary_transformers import attention, recurrent, second_forward
 from canary_transformers.generate.given import Span
 from canary_transformers.generate.groups import Group
 from canary_transformers.generate.guarded_cache import GuardedCache
@@ -99,6 +99,11 @@ class CacheRecomputer(Recomputer):
         touch = cache.given.touch
         touches = [] if touch is None else [touch]
         return CachedRequest(request, tokens[: span.end], slots, touches)
+
+    @property
+    def recurrent(self) -> bool:
+        """By the model's caches."""
+        return recurrent.keeps_states(self._given_model())
 
     @property
     def rounding(self) -> float:
@@ -202,7 +207,13 @@ class CacheRecomputer(Recomputer):
             raise CanaryError("the model has adapters of PEFT, and which ones a forward ran with is not followed")
         if model.config.is_encoder_decoder:
             raise CanaryError("its KV depends on states of an encoder")
-        odd = {type(layer).__name__ for layer in layers} - {*KINDS}
+        kinds = {type(layer).__name__ for layer in layers}
+        odd = kinds - {*KINDS, *recurrent.LAYERS}
+        if (
+            kinds & {*recurrent.LAYERS}
+            and (kind := model.config.get_text_config().model_type) not in recurrent.MEASURED
+        ):
+            raise CanaryError(f"of models of type {kind!r}, which keep states, no noise was measured")
         if odd:
             raise CanaryError(f"it has layers of type {', '.join(sorted(odd))}, which keep more than KV of tokens")
         if torch.is_autocast_enabled(self._canary.device.type):

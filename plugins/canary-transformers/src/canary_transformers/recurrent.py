@@ -1,0 +1,90 @@
+"""Recurrent layers in a second forward: which models are computed again, and random roundings within these layers."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MEASURED = frozenset(
+    {
+        "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_next",
+    }
+)  # fmt: skip
+"""Types of models of which hundreds of clean rows were computed again, and none differed."""
+
+LAYERS = ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer")
+"""Layers of caches with states beside K and V, or with states alone."""
+
+_EXACT = frozenset(
+    {
+        "_to_copy", "abs", "arange", "bincount", "cat", "clone", "constant_pad_nd", "embedding", "empty", "empty_like",
+        "empty_strided", "full", "full_like", "gather", "histc", "index", "index_select", "masked_fill", "max", "min", "neg",
+        "new_empty", "new_full", "new_zeros", "ones", "ones_like", "rand", "repeat", "scalar_tensor", "sort", "stack",
+        "topk", "tril", "triu", "where", "zeros", "zeros_like",
+    }
+)  # fmt: skip
+"""Operations that round nothing, or only what was rounded before."""
+
+
+def keeps_states(model: Any) -> bool:
+    """Whether a cache of ``model`` has layers with states."""
+    from transformers import DynamicCache
+
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except Exception:
+        return False
+    return any(hasattr(layer, "conv_states") for layer in layers)
+
+
+def states(layers: list[Any]) -> Iterator[tuple[int, str, Tensor]]:
+    """Layer, name and numbers ``[rows of the batch, ...]`` of each state in the layers of a cache."""
+    for index, layer in enumerate(layers):
+        for name in ("conv", "recurrent"):
+            held: Mapping[int, Tensor | None] = getattr(layer, f"{name}_states", {})
+            for part, state in held.items():
+                if state is not None:
+                    yield index, f"{name}_state" if len(held) == 1 else f"{name}_state{part}", state
+
+
+class Roundings(TorchDispatchMode):
+    """Multiplies each number that an operation of a recurrent layer computes by a random one within a rounding of its
+    type, from its first state on (`begin`) until its last one is stored (`end`): so a state is as far off as any order
+    of the same operations may make it."""
+
+    def __init__(self, own: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._own = own
+        self._begun = False
+
+    def begin(self) -> None:
+        """A recurrent layer has begun."""
+        self._begun = True
+
+    def end(self) -> None:
+        """It has stored all that it keeps, or attention or the next forward has begun."""
+        self._begun = False
+
+    def stored(self, layers: list[Any]) -> None:
+        """Rounds states once more, as by a decode that stores them."""
+        for _, _, state in states(layers):
+            state.copy_(jittered(state, torch.finfo(state.dtype).eps / 2, self._own))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not self._begun or not isinstance(made, Tensor) or not made.is_floating_point():
+            return made
+        (returned,) = func._schema.returns
+        if returned.alias_info is not None or func._opname in _EXACT:
+            return made
+        return jittered(made, torch.finfo(made.dtype).eps / 2, self._own)
+
+
+def jittered(numbers: Tensor, jitter: float, own: torch.Generator) -> Tensor:
+    """Each of ``numbers`` times a random one between ``1 - jitter`` and ``1 + jitter``."""
+    random = 2 * torch.rand(numbers.shape, generator=own, device=numbers.device) - 1
+    # In 32 bits, where a factor so near to 1 can be written.
+    return (numbers.float() * (1 + jitter * random)).to(numbers.dtype)

@@ -1,0 +1,135 @@
+"""Rows of models with recurrent layers computed again: clean answers are not blamed, whatever the paths; what is wrong
+in the model's own forwards, or in a state, is found. The model is broken from outside, in forwards of its user only."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from canary_transformers import recurrent
+from tiny.answers import PROMPT, Answers, weights_change
+from tiny.models import HYBRID
+
+from canary_core import Kind
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BESIDE = pytest.mark.takes_turns("the same of Falcon-H1 in float32")
+REFUSED = ("jamba", "nemotron_h")
+
+
+@pytest.fixture
+def answers(guard: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Answers]]:
+    """Makes one, and restores the model's weights after the test."""
+    made: list[tuple[Answers, dict[str, torch.Tensor]]] = []
+
+    def make(*args: Any, **kwargs: Any) -> Answers:
+        one = Answers(guard, *args, **kwargs)
+        one.mark(monkeypatch)
+        made.append((one, {name: w.clone() for name, w in one.model.state_dict().items()}))
+        return one
+
+    yield make
+    for one, weights in made:
+        one.model.load_state_dict(weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "floats"),
+    [
+        ("falcon_h1", "float32"),
+        *(pytest.param(kind, "float32", marks=BESIDE) for kind in HYBRID if kind not in ("falcon_h1", *REFUSED)),
+        pytest.param("qwen3_5", "bfloat16", marks=BESIDE),
+    ],
+)
+def test_clean_answers_of_hybrid_models_are_never_blamed(kind, floats, answers):
+    """Of several rows, padded, sampled, in chunks, and decoded for long; learnt from rows that hardly decoded."""
+    one = answers(kind, floats)
+    kept = one.generate(one.prompts(5, 60), max_new_tokens=2)
+    assert {answer.verdict for answer in one.verdicts()} <= {"same", "unjudged"}
+    judged = []
+    for settings in ({"do_sample": True}, {"prefill_chunk_size": 16}, {"max_new_tokens": 80}):
+        ids = one.prompts(3)
+        ids[0, :7] = 0
+        kept = one.generate(ids, **settings)
+        judged += one.verdicts()
+        del kept
+    assert [answer.table() for answer in judged if answer.verdict != "same"] == []
+    assert one.guard.violations == []
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", pytest.param("qwen3_5", marks=BESIDE)])
+def test_weights_changed_in_a_hybrid_model_are_found(kind, answers):
+    """Under a kept cache. An answer of the new weights alone is the same."""
+    one = answers(kind)
+    one.taught()
+    kept = one.generate(one.prompts(2))
+    weights_change(one)
+    found = one.verdicts()
+    assert [answer.verdict for answer in found] == ["differs", "differs"], found[0].table()
+    assert {(v.kind, v.layer, v.rule) for v in one.guard.violations} == {(Kind.RECOMPUTE, 1, "everywhere")}
+    kept = one.generate(one.prompts())
+    assert kept is not None
+    assert [answer.verdict for answer in one.verdicts()] == ["same"]
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", pytest.param("qwen3_5", marks=BESIDE)])
+def test_a_layer_skipped_in_a_later_call_of_a_hybrid_model_is_found(kind, answers, monkeypatch):
+    """In the second of three chunks. The same without the fault is the same."""
+    one = answers(kind)
+    one.taught()
+    layer = one.model.model.layers[1]
+    compute = layer.forward
+
+    def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        computed = compute(hidden, *args, **kwargs)
+        skipped = (hidden, *computed[1:]) if isinstance(computed, tuple) else hidden
+        return skipped if one.acts else computed
+
+    monkeypatch.setattr(layer, "forward", forward)
+    for broken in (False, True):
+        cache, ids = one.cache(), one.prompts(1, 120)
+        for chunk in range(3):
+            one.broken = broken and chunk == 1
+            one.call(cache, ids[:, 40 * chunk : 40 * chunk + 40])
+        one.broken = False
+        (answer,) = one.verdicts()
+        assert answer.verdict == ("differs" if broken else "same"), answer.table()
+    (found,) = [v for v in one.guard.violations if v.kind is Kind.RECOMPUTE]
+    assert found.layer in (2, 3)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_whose_paths_compute_different_things_is_not_judged(kind, answers, monkeypatch):
+    """Jamba's calls of several tokens behind a state are wrong in Transformers 5.24, and the decodes of Nemotron-H have
+    another limit of time steps than its prefills: no type of model that was measured, and if they were, the paths'
+    difference is told, and no noise learnt from it."""
+    one = answers(kind)
+    kept = one.generate(one.prompts(2))
+    assert {answer.verdict for answer in one.verdicts()} == {"unjudged"}
+    assert "no noise was measured" in one.verdicts()[0].reason
+    monkeypatch.setattr(recurrent, "MEASURED", recurrent.MEASURED | {kind})
+    for _ in range(4):
+        kept = one.generate(one.prompts(2, PROMPT + 20))
+        found = one.verdicts()
+        assert [answer.verdict for answer in found] == ["unjudged"] * 2, found[0].table()
+        assert "computes other KV in calls of one or of several tokens" in found[0].reason
+    assert kept is not None
+    assert one.guard.violations == []
+    assert one.guard.stats()["recompute_unlike"] == 8
+
+
+def test_answers_of_a_hybrid_model_are_the_same_bit_for_bit(answers):
+    """With all rows computed again at every step, and without: tokens, KV and states."""
+    made = []
+    for recompute in ("100%", "0"):
+        one = answers("falcon_h1", recompute=recompute)
+        torch.manual_seed(5)
+        kept = one.generate(torch.tensor([[*range(3, 43)], [*range(50, 90)]]), do_sample=True)
+        cache = kept.past_key_values
+        held = [state for _, _, state in recurrent.states(cache.layers)]
+        made.append((kept.sequences, *held, *(layer.keys for layer in cache.layers)))
+        assert (one.guard.stats().get("recomputed_requests", 0) > 1) is (recompute == "100%")
+        assert one.guard.violations == []
+        one.guard.close()
+    assert len(made[0]) == 1 + 3 * 4
+    assert all(map(torch.equal, *made))
