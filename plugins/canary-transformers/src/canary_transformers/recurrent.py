@@ -1,11 +1,13 @@
 """Recurrent layers in a second forward: which models are computed again, and random roundings within these layers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from canary_core import KVSource, Region, Role
 
 MEASURED = frozenset(
     {
@@ -21,9 +23,9 @@ LAYERS = ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "Linea
 _EXACT = frozenset(
     {
         "_to_copy", "abs", "arange", "bincount", "cat", "clone", "constant_pad_nd", "embedding", "empty", "empty_like",
-        "empty_strided", "full", "full_like", "gather", "histc", "index", "index_select", "masked_fill", "max", "min", "neg",
-        "new_empty", "new_full", "new_zeros", "ones", "ones_like", "rand", "repeat", "scalar_tensor", "sort", "stack",
-        "topk", "tril", "triu", "where", "zeros", "zeros_like",
+        "empty_strided", "full", "full_like", "gather", "histc", "index", "index_select", "masked_fill", "max", "min",
+        "neg", "new_empty", "new_full", "new_zeros", "ones", "ones_like", "rand", "repeat", "scalar_tensor", "sort",
+        "stack", "topk", "tril", "triu", "where", "zeros", "zeros_like",
     }
 )  # fmt: skip
 """Operations that round nothing, or only what was rounded before."""
@@ -40,14 +42,30 @@ def keeps_states(model: Any) -> bool:
     return any(hasattr(layer, "conv_states") for layer in layers)
 
 
-def states(layers: list[Any]) -> Iterator[tuple[int, str, Tensor]]:
+def states(layers: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:
     """Layer, name and numbers ``[rows of the batch, ...]`` of each state in the layers of a cache."""
     for index, layer in enumerate(layers):
         for name in ("conv", "recurrent"):
             held: Mapping[int, Tensor | None] = getattr(layer, f"{name}_states", {})
             for part, state in held.items():
                 if state is not None:
-                    yield index, f"{name}_state" if len(held) == 1 else f"{name}_state{part}", state
+                    yield index, name if len(held) == 1 else f"{name}{part}", state
+
+
+def regions(layers: Sequence[Any], row: int) -> dict[str, Region]:
+    """States of one row of the batch, as regions whose slots are rows of numbers: of a head and one of its sizes, or of
+    a channel. By name of a region: states of the same name, and as many rows."""
+    found: dict[tuple[str, int], list[KVSource]] = {}
+    for layer, name, state in states(layers):
+        own = state[row].contiguous()
+        size = own.shape[-1] * own.element_size()
+        source = KVSource(own, name, layer, size, size, dtype=own.dtype, role=Role.STATE)
+        found.setdefault((name, own.numel() // own.shape[-1]), []).append(source)
+    named = {
+        (f"{name} state" if sum(n == name for n, _ in found) == 1 else f"{name} state of {rows} rows"): (rows, sources)
+        for (name, rows), sources in found.items()
+    }
+    return {name: Region(name, rows, tuple(sources)) for name, (rows, sources) in named.items()}
 
 
 class Roundings(TorchDispatchMode):
@@ -68,7 +86,7 @@ class Roundings(TorchDispatchMode):
         """It has stored all that it keeps, or attention or the next forward has begun."""
         self._begun = False
 
-    def stored(self, layers: list[Any]) -> None:
+    def stored(self, layers: Sequence[Any]) -> None:
         """Rounds states once more, as by a decode that stores them."""
         for _, _, state in states(layers):
             state.copy_(jittered(state, torch.finfo(state.dtype).eps / 2, self._own))

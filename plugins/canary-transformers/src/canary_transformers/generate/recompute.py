@@ -22,8 +22,10 @@ from canary_core import (
     CanaryError,
     Computed,
     Event,
+    KVSource,
     Outline,
     Recomputer,
+    Region,
     Violation,
     emit,
 )  # fmt: skip
@@ -94,8 +96,14 @@ class CacheRecomputer(Recomputer):
         tokens = self._tokens(cache, records, row)
         if min(tokens[span.first : span.end]) < 0:
             raise CanaryError("not all of its tokens are known")
-        self._states = {group.name: _bound(records.canary, group) for group in records.groups}
+        self._states = {group.name: _bound(records.canary, group.name, group.bound) for group in records.groups}
         slots = {group.name: self._slots(group, row, records) for group in records.groups}
+        if span.end == records.end:
+            # Both computations end at the same token.
+            first = records.groups[0].name
+            for name, region in recurrent.regions(layers, row).items():
+                self._states[name] = _bound(records.canary, first, region.sources, region)
+                slots[name] = torch.arange(region.slots, device=records.canary.device)
         touch = cache.given.touch
         touches = [] if touch is None else [touch]
         return CachedRequest(request, tokens[: span.end], slots, touches)
@@ -130,10 +138,13 @@ class CacheRecomputer(Recomputer):
             forwards = second_forward.parts(len(ids), chunk_tokens)
             layers = second_forward.run(model, ids, forwards, jitter, span.position)
         slots = torch.arange(-span.first, len(ids), device=device).clamp(min=-1)
-        return {
+        computed = {
             group.name: Computed(tuple(s for n in group.layers for s in second_forward.sources(layers, n)), slots)
             for group in records.groups
         }
+        for name, region in recurrent.regions(layers, 0).items():
+            computed[name] = Computed.within(region, torch.arange(region.slots, device=device))
+        return computed
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -246,8 +257,8 @@ class CacheRecomputer(Recomputer):
         return torch.where(there, row * group.capacity + position - group.first, -1)
 
 
-def _bound(canary: Canary, group: Group) -> Any:
-    """A region's state, with sources at their present place."""
-    state = copy.copy(canary.states[group.name])
-    state.region = replace(state.region, sources=group.bound)
+def _bound(canary: Canary, name: str, sources: tuple[KVSource, ...], region: Region | None = None) -> Any:
+    """A region's state, with sources at their present place; or (``region``) the same memory of ops for another one."""
+    state = copy.copy(canary.states[name])
+    state.region = replace(region or state.region, sources=sources)
     return state
