@@ -8,6 +8,7 @@ import pytest
 import torch
 from canary_transformers import recurrent
 from tiny.answers import PROMPT, Answers, weights_change
+from tiny.generation import CACHE
 from tiny.models import HYBRID
 
 from canary_core import Kind
@@ -133,3 +134,96 @@ def test_answers_of_a_hybrid_model_are_the_same_bit_for_bit(answers):
         one.guard.close()
     assert len(made[0]) == 1 + 3 * 4
     assert all(map(torch.equal, *made))
+
+
+STATE = "a recurrent state of generate"
+
+
+def scaled(held: torch.Tensor) -> None:
+    """Of the second row, half of the heads."""
+    held[1, : held.shape[1] // 2] *= 1.3
+
+
+def kept(held: torch.Tensor) -> None:
+    """What was there is not cleared, as where a row begins with the state of another one: a tenth of it is added."""
+    held[1] += 0.1 * held[0]
+
+
+def exchanged(held: torch.Tensor) -> None:
+    """Two rows."""
+    held[:2] = held[:2].flip(0).clone()
+
+
+@pytest.mark.parametrize("floats", ["float32", pytest.param("bfloat16", marks=BESIDE)])
+@pytest.mark.parametrize("kind", ["falcon_h1", pytest.param("qwen3_5", marks=BESIDE)])
+def test_a_state_that_is_another_is_found_by_layer_and_state(kind, floats, answers):
+    """Changed between two forwards, behind the last token: no KV differs, so nothing else can see it. The third row, and
+    all of them before, are the same."""
+    one = answers(kind, floats)
+    one.taught()
+    for fault, rows in ((scaled, {1}), (kept, {1}), (exchanged, {0, 1})):
+        told = len(one.guard.violations)
+        answer = one.generate(one.prompts(3), max_new_tokens=20)
+        assert {found.verdict for found in one.verdicts()} == {"same"}
+        layers = answer[CACHE].layers
+        fault(layers[2].recurrent_states[0])
+        verdicts = {int(found.request.rpartition(" ")[2]): found for found in one.verdicts()}
+        assert {row for row, found in verdicts.items() if found.verdict == "differs"} == rows, fault.__name__
+        assert all(str(verdicts[row].finding).startswith(STATE) for row in rows)
+        found = one.guard.violations[told:]
+        assert {(v.kind, v.layer, v.half, v.rule) for v in found} == {(Kind.RECOMPUTE, 2, "recurrent", "state")}
+        assert {(v.position, v.slot) for v in found} == {(None, None)}
+        del answer, layers
+
+
+def test_a_conv_state_that_was_cleared_is_found(answers):
+    """Of one row and layer."""
+    one = answers("falcon_h1")
+    one.taught()
+    answer = one.generate(one.prompts(2), max_new_tokens=20)
+    answer[CACHE].layers[1].conv_states[0][0] = 0
+    assert [found.verdict for found in one.verdicts()] == ["differs", "same"]
+    (found,) = one.guard.violations
+    assert (found.layer, found.half, found.rule) == (1, "conv", "state")
+
+
+def test_a_state_broken_in_the_middle_of_an_answer_is_found_at_its_end(answers, monkeypatch):
+    """A layer's recurrence is thrown away for some decodes: by its state, and the KV of layers behind."""
+    one = answers("falcon_h1")
+    one.taught()
+    layer, calls = one.model.model.layers[1].mamba, 0
+    compute = layer.forward
+
+    def forward(**given: Any) -> Any:
+        nonlocal calls
+        if not one.acts or given["hidden_states"].shape[1] > 1:
+            return compute(**given)
+        calls += 1
+        held = given["cache"].layers[1].recurrent_states[0]
+        before = held.clone()
+        computed = compute(**given)
+        if calls in range(10, 20):
+            held.copy_(before)
+        return computed
+
+    monkeypatch.setattr(layer, "forward", forward)
+    one.broken = True
+    answer = one.generate(one.prompts(2))
+    one.broken = False
+    assert calls > 20
+    assert [found.verdict for found in one.verdicts()] == ["differs", "differs"]
+    assert {(v.layer, v.rule) for v in one.guard.violations} == {(1, "state")}
+    assert answer is not None
+
+
+def test_states_that_are_ahead_of_the_tokens_are_not_compared(answers):
+    """Where a row ends before the cache does, behind padding on the right, its state is not that of its last token."""
+    one = answers("falcon_h1")
+    one.taught()
+    cache, ids = one.cache(), one.prompts(2, 60)
+    mask = torch.ones_like(ids)
+    mask[0, 50:] = 0
+    one.call(cache, ids, attention_mask=mask)
+    found = one.verdicts()
+    assert [any("state" in layer.region for layer in answer.layers) for answer in found] == [False, True]
+    assert [answer.verdict for answer in found] == ["same", "same"], found[0].table()

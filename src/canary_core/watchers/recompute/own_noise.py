@@ -91,6 +91,6 @@ class _Before:
             names = [source.name for source in state.region.sources]
             sources: list[KVSource] = [source for source in first[name].sources if source.name in names]
             if sources:
-                slots = len(first[name].slots)
+                slots = int(first[name].slots.max()) + 1
                 state.region = replace(state.region, sources=tuple(sources), slots=slots, null_slot=None, slot_map=None)
                 self.states[name] = state
