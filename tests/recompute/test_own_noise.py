@@ -32,7 +32,7 @@ def source(values: torch.Tensor, half: str, layer: int, role: Role = Role.DATA) 
 
 class Hybrid(Recomputer):
     """KV of layer 1, and a state of layer 2. ``apart``: size of the errors of each computation; ``wrong_path``: of
-    those token by token, beside these; ``off``: of what the cache holds. ``lengths``: tokens of the forwards asked for."""
+    those token by token, beside these; ``off``: of what the cache holds; ``lengths``: tokens of forwards, by call."""
 
     rounding = 1e-7
     recurrent = True

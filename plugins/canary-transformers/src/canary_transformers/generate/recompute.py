@@ -220,11 +220,8 @@ class CacheRecomputer(Recomputer):
             raise CanaryError("its KV depends on states of an encoder")
         kinds = {type(layer).__name__ for layer in layers}
         odd = kinds - {*KINDS, *recurrent.LAYERS}
-        if (
-            kinds & {*recurrent.LAYERS}
-            and (kind := model.config.get_text_config().model_type) not in recurrent.MEASURED
-        ):
-            raise CanaryError(f"of models of type {kind!r}, which keep states, no noise was measured")
+        if kinds & {*recurrent.LAYERS} and (why := recurrent.refusal(model)) is not None:
+            raise CanaryError(why)
         if odd:
             raise CanaryError(f"it has layers of type {', '.join(sorted(odd))}, which keep more than KV of tokens")
         if torch.is_autocast_enabled(self._canary.device.type):
