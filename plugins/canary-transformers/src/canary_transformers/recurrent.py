@@ -11,7 +11,7 @@ from canary_core import KVSource, Region, Role
 
 _BOTH = (torch.float32, torch.bfloat16)
 MEASURED: Mapping[str, tuple[torch.dtype, ...]] = {
-    "bamba": _BOTH, "falcon_h1": _BOTH, "lfm2": _BOTH, "olmo_hybrid": _BOTH, "qwen3_5_text": _BOTH,
+    "bamba": _BOTH, "falcon_h1": _BOTH, "lfm2": _BOTH, "lfm2_moe": _BOTH, "olmo_hybrid": _BOTH, "qwen3_5_text": _BOTH,
 }  # fmt: skip
 """Types of models, and of their numbers, of which 300 clean rows and more were computed again, and none differed."""
 
@@ -42,9 +42,15 @@ def keeps_states(model: Any) -> bool:
 
 def refusal(model: Any) -> str | None:
     """Why rows of ``model``, whose caches have layers with states, are not computed again; None where they are."""
-    kind = model.config.get_text_config().model_type
+    config = model.config.get_text_config()
+    kind = config.model_type
     if model.dtype in MEASURED.get(kind, ()):
         return None
+    if max(getattr(config, name, None) or 0 for name in ("num_experts", "num_local_experts")) > 1:
+        return (
+            f"of models of type {kind!r}, rounding may send a token to another expert, and states keep that for all "
+            "tokens behind"
+        )
     return f"of models of type {kind!r} in {model.dtype}, which keep states, no noise was measured"
 
 

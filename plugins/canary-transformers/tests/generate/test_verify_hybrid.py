@@ -14,8 +14,8 @@ from canary_core import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BESIDE = pytest.mark.takes_turns("the same of Falcon-H1 in float32")
-REFUSED = ("jamba", "nemotron_h")
-SAME = ("bamba", "lfm2", "olmo_hybrid", "qwen3_5")
+REFUSED = {"jamba": "another expert", "nemotron_h": "no noise was measured"}
+SAME = ("bamba", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5")
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_model_whose_paths_compute_different_things_is_not_judged(kind, answer
     one = answers(kind)
     kept = one.generate(one.prompts(2))
     assert {answer.verdict for answer in one.verdicts()} == {"unjudged"}
-    assert "no noise was measured" in one.verdicts()[0].reason
+    assert REFUSED[kind] in one.verdicts()[0].reason
     monkeypatch.setattr(recurrent, "MEASURED", {kind: (torch.float32,)})
     for _ in range(4):
         kept = one.generate(one.prompts(2, PROMPT + 20))
