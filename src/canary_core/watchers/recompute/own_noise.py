@@ -24,9 +24,9 @@ Compute = Callable[[int, float], Mapping[str, Computed]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnNoise:
-    """Errors of a request's computations against the first one of them: nothing of the cache is in these, so what is
-    wrong there can't be taken for noise. paths: without random roundings. rounded: with these, the first one on the
-    path of the first computation."""
+    """Errors of a request's computations against the first one: nothing of the cache is in the errors, so what is wrong
+    in the cache can't be taken for noise. paths: without random roundings. rounded: with random roundings, the first
+    one on the path of the first computation."""
 
     paths: Sequence[Sequence[Errors]]
     rounded: Sequence[Sequence[Errors]]
@@ -35,7 +35,7 @@ class OwnNoise:
     def of(cls, canary: Compared, cached: CachedRequest, first: Mapping[str, Computed], compute: Compute,
            looks: tuple[Sequence[int], Sequence[int], float]) -> "OwnNoise":  # fmt: skip
         """By further computations. looks: tokens of a forward of each path, and of each with roundings; and the size
-        of these. Waits for the device."""
+        of the roundings. Waits for the device."""
         before, slots = _Before(canary, cached, first), {}
         for name, held in cached.slots.items():
             if name in before.states:
