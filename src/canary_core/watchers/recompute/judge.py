@@ -70,8 +70,9 @@ class RecomputeJudge:
     of all layers and heads, or only the shard of one rank.
 
     Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_same``,
-    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_unlike``; each new reason for a
-    missing verdict is an ``unjudged`` event.
+    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_unlike``, and
+    ``recompute_own_noise`` for each look at a request's own; each new reason for a missing verdict is an ``unjudged``
+    event.
     """
 
     def __init__(self, canary: RecomputeHost, rounding: Callable[[], float], whole: bool = True) -> None:
