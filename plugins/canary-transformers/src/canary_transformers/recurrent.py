@@ -42,11 +42,10 @@ def keeps_states(model: Any) -> bool:
 
 def refusal(model: Any) -> str | None:
     """Why rows of ``model``, whose caches have layers with states, are not computed again; None where they are."""
-    config = model.config.get_text_config()
-    kind = config.model_type
+    kind = model.config.get_text_config().model_type
     if model.dtype in MEASURED.get(kind, ()):
         return None
-    if max(getattr(config, name, None) or 0 for name in ("num_experts", "num_local_experts")) > 1:
+    if any(name.endswith("experts") for name, _ in model.named_modules()):
         return (
             f"of models of type {kind!r}, rounding may send a token to another expert, and states keep that for all "
             "tokens behind"
