@@ -67,8 +67,10 @@ class CachedRequest:
 
     tokens: the token of each position in the cache, on the host. slots: by name of a region, integer ``[n]`` on the
     pool's device: the region's slot of each position, as `Region` numbers slots; -1 where none is resident (passed by a
-    window). touches: none for a request that has computed all of its KV itself. parked: of a request that has ended,
-    number of tokens that it left in the prefix cache, of which ``tokens`` are still there; None for a running request.
+    window). A region whose sources are of `Role.STATE` has the rows of the request's states behind the last token, all
+    named in slots. touches: none for a request that has computed all of its KV itself. parked: of a request that has
+    ended, number of tokens that it left in the prefix cache, of which ``tokens`` are still there; None for a running
+    request.
     """
 
     request: str
@@ -110,6 +112,13 @@ class Recomputer(ABC):
     def pressed(self) -> bool:
         """Whether requests of users wait, or memory is short, so that nothing should be computed that nobody has asked
         for."""
+        return False
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers of the model keep states, which sum up the roundings of all tokens before. Then ``jitter``
+        rounds what is computed within these layers, too; with a ``chunk_tokens`` of 1 the last tokens are computed one
+        by one, and those before in larger forwards; and the results of earlier calls of `compute` stay valid."""
         return False
 
     @property

@@ -42,7 +42,18 @@ OTHER_WEIGHTS = Class(
     ("Were weights or adapters loaded since the request began? Running requests and the prefix cache must go then.",),
 )
 
+OTHER_STATE = Class(
+    "other_state",
+    "a recurrent state that is another request's, was not cleared or rolled back, or was computed by other weights",
+    (),
+    (
+        "Look at who had the row of states before, and whether it was cleared.",
+        "Were rows of the batch reordered, or tokens taken back, and the states with them?",
+    ),
+)
+
 _BY_RULE = {
+    "state": OTHER_STATE,
     "input": OTHER_INPUT,
     "brought": BROUGHT_KV,
     "attention": OTHER_ATTENTION,
@@ -60,6 +71,11 @@ KIND = FindingKind(
     kind=Kind.RECOMPUTE,
     place=210,
     sentences=(
+        Sentence(
+            "a recurrent state of {reader} is not what the model computes from its tokens, in {layer}, while all KV up "
+            "to there is{different}: it is another request's, was not cleared, or was computed wrongly.",
+            when=lambda v: v.rule == "state",
+        ),
         Sentence(
             "the KV of {reader} is not what the model computes from its tokens, from {position} on and in layer 0 "
             "already{different}: another embedding or another position was computed.",
@@ -82,7 +98,7 @@ KIND = FindingKind(
     ),
     brings={Kind.RECOMPUTE: {Link.STEP, Link.REQUEST, Link.LAYER}},
     diagnose=_diagnose,
-    classes=(OTHER_INPUT, BROUGHT_KV, OTHER_ATTENTION, OTHER_WEIGHTS),
+    classes=(OTHER_INPUT, BROUGHT_KV, OTHER_ATTENTION, OTHER_WEIGHTS, OTHER_STATE),
     blame=Blame("hooks", "Recomputer.compute computes something else than the engine, or cached names other slots"),
     page=Page(
         wrong=Wrong.RECOMPUTED,
@@ -98,10 +114,12 @@ KIND = FindingKind(
         | `brought` | the difference begins within what a hit, a fork, an arrival or a preemption brought |
         | `attention` | layer 0 is right, and others differ, from some position on |
         | `everywhere` | all of it differs |
+        | `state` | a recurrent state of `layer` differs, and no KV up to there; it has no `position` |
         """,
         causes="""
         Weights or an adapter changed and the cache was kept. A position or an embedding was wrong. Attention was given
-        a wrong length, table or window, or its kernel computes wrongly. Layers were skipped.
+        a wrong length, table or window, or its kernel computes wrongly. Layers were skipped. A recurrent state was not
+        cleared, or exchanged.
         """,
         next_steps="""
         Verify other requests: if all differ everywhere, look at the weights; if only those with a hit do, at what fills

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,15 +10,22 @@ from torch import Tensor
 
 from canary_adapters import model_rounding
 from canary_core import CanaryError, KVSource
+from canary_transformers import recurrent
 from canary_transformers.generate.hooks import GENERATE
 
 GROWING_ROPES = ("dynamic", "longrope")
 """Kinds of rotation that a model changes as sequences grow, so that a forward of Canary's would change the next one."""
 
 
+MOST_DECODES, LARGE_CHUNK = 48, 512
+"""Most forwards of one token, at the end of a sequence; tokens of one before these."""
+
+
 def parts(tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    """So many tokens, in forwards of ``chunk_tokens``."""
-    return (slice(first, first + chunk_tokens) for first in range(0, tokens, chunk_tokens))
+    """So many tokens, in forwards of ``chunk_tokens``; of 1: after larger ones for all but the last tokens."""
+    large = max(tokens - MOST_DECODES, 0) if chunk_tokens == 1 else 0
+    yield from (slice(first, min(first + LARGE_CHUNK, large)) for first in range(0, large, LARGE_CHUNK))
+    yield from (slice(first, first + chunk_tokens) for first in range(large, tokens, chunk_tokens))
 
 
 def run(model: Any, tokens: Tensor, forwards: Iterable[slice], jitter: float, first_position: int = 0) -> Sequence[Any]:
@@ -29,14 +37,23 @@ def run(model: Any, tokens: Tensor, forwards: Iterable[slice], jitter: float, fi
             f"a rotation of kind {found[0]!r} is changed by each longer sequence, so it can't be repeated"
         )
     inner = model.base_model
-    cache = _cache(jitter, tokens.device)
+    config = model.config if recurrent.keeps_states(model) else None
+    own = torch.Generator(tokens.device).manual_seed(0)
+    roundings = recurrent.Roundings(own) if jitter and config is not None else None
+    cache = _cache(config, jitter, own, roundings)
     named: dict[str, Any] = {cache_argument(inner): cache, "use_cache": True}
     positions = torch.arange(first_position, first_position + len(tokens), device=tokens.device)[None]
+    # Some hybrid models count the positions of each call anew, unless they are given.
+    gives = "position_ids" in inspect.signature(inner.forward).parameters
     with GENERATE.apart(), torch.no_grad():
         for part in forwards:
-            if first_position:
+            if first_position or (config is not None and gives):
                 named["position_ids"] = positions[:, part]
-            inner(input_ids=tokens[None, part], **named)
+            with roundings or nullcontext():
+                inner(input_ids=tokens[None, part], **named)
+            if roundings is not None:
+                roundings.end()
+                roundings.stored(cache.layers)
     layers: Sequence[Any] = cache.layers
     return layers
 
@@ -65,29 +82,44 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _cache(jitter: float, device: torch.device) -> Any:
-    """A cache that keeps all KV, and gives attention numbers with ``jitter``."""
+def _cache(config: Any, jitter: float, own: torch.Generator, roundings: recurrent.Roundings | None) -> Any:
+    """A cache that keeps all KV, and states where a model's ``config`` is given. Attention is given numbers with
+    ``jitter``, and ``roundings`` are within layers with states."""
     from transformers import DynamicCache
 
+    given = {} if config is None else {"config": config}
     if not jitter:
-        return DynamicCache()
-    own = torch.Generator(device).manual_seed(0)
+        return DynamicCache(**given)
 
     class Jittery(DynamicCache):
         """Rounds the KV that attention reads, and keeps the computed KV."""
 
         def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             """See `DynamicCache.update`."""
+            if roundings is not None:
+                roundings.end()
             keys, values = super().update(*args, **kwargs)
-            return _jittered(keys, jitter, own), _jittered(values, jitter, own)
+            return recurrent.jittered(keys, jitter, own), recurrent.jittered(values, jitter, own)
 
-    return Jittery()
+        def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+            """See `DynamicCache.get_conv_state`: a recurrent layer begins."""
+            if roundings is not None:
+                roundings.begin()
+            return super().get_conv_state(*args, **kwargs)
 
+        def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+            """See `DynamicCache.update_conv_state`."""
+            if roundings is not None:
+                roundings.begin()
+            return super().update_conv_state(*args, **kwargs)
 
-def _jittered(numbers: Tensor, jitter: float, own: torch.Generator) -> Tensor:
-    random = 2 * torch.rand(numbers.shape, generator=own, device=numbers.device) - 1
-    # In 32 bits, where a factor so near to 1 can be written.
-    return (numbers.float() * (1 + jitter * random)).to(numbers.dtype)
+        def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+            """See `DynamicCache.update_recurrent_state`."""
+            if roundings is not None:
+                roundings.end()
+            return super().update_recurrent_state(*args, **kwargs)
+
+    return Jittery(**given)
 
 
 def _source(tensor: Tensor, half: str, layer: int) -> KVSource:

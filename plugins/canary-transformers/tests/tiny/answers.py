@@ -22,6 +22,7 @@ class Answers:
     """One guarded model. ``broken``: wrong things are done in its own forwards, not in Canary's."""
 
     def __init__(self, guard: Any, kind: str = "llama", floats: str = "float32", **settings: Any) -> None:
+        self.kind = kind
         self.model = answering(kind, floats)
         self.findings = Findings()
         self.guard = guard(self.model, read_check=0, log_level="error", **settings)

@@ -48,7 +48,11 @@ def generating(kind: str) -> Any:
 @functools.cache
 def answering(kind: str, floats: str = "float32") -> Any:
     """For `generate()` that is verified: with windows of `ANSWERING_WINDOW` tokens."""
-    made = _make(kind, {**TINY, "hidden_size": 64, "head_dim": 16}, ANSWERING_WINDOW, [SLIDING, FULL, SLIDING])
+    sizes = {**TINY, "hidden_size": 64, "head_dim": 16}
+    if kind in HYBRID:
+        made = _hybrid(kind, {**sizes, "num_hidden_layers": 4, "initializer_range": 0.3})
+    else:
+        made = _make(kind, sizes, ANSWERING_WINDOW, [SLIDING, FULL, SLIDING])
     return made.to(getattr(torch, floats))
 
 
@@ -59,6 +63,68 @@ def _make(kind: str, sizes: dict[str, Any], window: int, layers: list[str]) -> A
         "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
         "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": window, "layer_types": layers}),
     }[kind]  # fmt: skip
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes, **extra)).eval()
+
+
+_DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
+    "mamba_chunk_size": 32,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SHARED = {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32}
+_CONV = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+
+HYBRID: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bamba": ("BambaConfig", "BambaForCausalLM", {**_MAMBA, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", {**_MAMBA, "mamba_d_ssm": 128}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_MAMBA, "mamba_expand": 2, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "shared_intermediate_size": 48, "embedding_multiplier": 1.0,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+            "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_dt_rank": 8,
+        },
+    ),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {**_CONV, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", {**_CONV, **_EXPERTS, "num_dense_layers": 1}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["mamba", "attention"] * 2, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1,
+            "ssm_state_size": 16, "conv_kernel": 4, "chunk_size": 32, "expand": 2,
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", _DELTA),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _SHARED),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _SHARED),
+}  # fmt: skip
+"""Models with recurrent layers, by kind: config, model, and special sizes."""
+
+_OWN_HEADS = ("falcon_h1", "qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h")
+"""Those of `HYBRID` with a size of heads of their own."""
+
+
+def _hybrid(kind: str, sizes: dict[str, Any]) -> Any:
+    """Of `HYBRID`, with four layers, of which attention is in the second and the last, or in all."""
+    config, model, extra = HYBRID[kind]
+    if kind not in _OWN_HEADS:
+        sizes = {name: size for name, size in sizes.items() if name != "head_dim"}
     torch.manual_seed(0)
     return getattr(transformers, model)(getattr(transformers, config)(**sizes, **extra)).eval()
 

@@ -11,10 +11,14 @@ from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.recomputer import CachedRequest, Computed, Touch
 from canary_core.records import Kind, Phase
+from canary_core.region import KVSource, Region, Role
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.comparison import Compared, Comparing, Comparison
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise, first_layer
+from canary_core.watchers.recompute.own_noise import OwnNoise
 from canary_core.watchers.recompute.verification import LayerError, Reason, Verification, Verifier
+
+Own = Callable[[], OwnNoise]
 
 MOST_REASONS = 32
 """Different reasons of missing verdicts told by events."""
@@ -66,8 +70,9 @@ class RecomputeJudge:
     of all layers and heads, or only the shard of one rank.
 
     Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_same``,
-    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_unlike``; each new reason for a
-    missing verdict is an ``unjudged`` event.
+    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_unlike``, and
+    ``recompute_own_noise`` for each look at a request's own; each new reason for a missing verdict is an ``unjudged``
+    event.
     """
 
     def __init__(self, canary: RecomputeHost, rounding: Callable[[], float], whole: bool = True) -> None:
@@ -122,7 +127,8 @@ class RecomputeJudge:
     def check_bytes(self, cached: CachedRequest) -> None:
         """Compares all bytes with their fingerprints: a finding of its own."""
         for region, slots in cached.slots.items():
-            self._canary.slots.check(region, slots[slots >= 0])
+            if not holds_states(self._canary.states[region].region):
+                self._canary.slots.check(region, slots[slots >= 0])
 
     def teaches(self, cached: CachedRequest, comparison: Comparison) -> bool:
         """Whether noise is to be learnt: there is none yet, and nothing but the request computed the KV. Never from a
@@ -133,18 +139,20 @@ class RecomputeJudge:
         if far is not None:
             self._canary.count("recompute_unlike")
             source, position, error = far
-            self.doubt(FAR_APART, request=cached.request, source=source.name, position=position, error=error)
+            place = {} if source.role is Role.STATE else {"position": position}
+            self.doubt(FAR_APART, request=cached.request, source=source.name, error=error, **place)
         return far is None and comparison.finite
 
-    def verdict(self, cached: CachedRequest, comparison: Comparison) -> Verification:
-        """By the noise known now; reports a finding, but never about slots with changed records of a parked prefix."""
+    def verdict(self, cached: CachedRequest, comparison: Comparison, own: Own | None = None) -> Verification:
+        """By the noise known now; reports a finding, but never about slots with changed records of a parked prefix.
+        ``own``: gives the request's own noise, before a finding; what that explains is none."""
         if cached.parked is None or comparison.left is None:
-            return self._verdict(cached, comparison)
+            return self._verdict(cached, comparison, own)
         if comparison.left < len(cached.tokens):
             return self.gone(cached.request, comparison.left, cached.parked)
-        return replace(self._verdict(cached, comparison), parked=True)
+        return replace(self._verdict(cached, comparison, own), parked=True)
 
-    def _verdict(self, cached: CachedRequest, comparison: Comparison) -> Verification:
+    def _verdict(self, cached: CachedRequest, comparison: Comparison, own: Own | None) -> Verification:
         tokens = len(cached.tokens)
         if not any(len(one.positions) >= WINDOW_TOKENS and one.sources for one in comparison.errors):
             why = f"no region has {WINDOW_TOKENS} tokens of it that can be compared as numbers"
@@ -158,11 +166,18 @@ class RecomputeJudge:
         if not self.noise.known and not comparison.exact:
             return self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, comparison.missing)
         wrong = [one for one in layers if one.differs]
+        if wrong and own is not None:
+            bounds = own().widened(bounds)
+            layers = self._layers(comparison.errors, bounds)
+            wrong = [one for one in layers if one.differs]
+            self._canary.count("recompute_own_noise")
         self._canary.count("recompute_differs" if wrong else "recompute_same")
         if not wrong:
             return Verification(cached.request, tokens, "same", None, None, layers, comparison.missing)
-        first = min(wrong, key=lambda one: (one.layer, -one.worst / (one.bound or 1)))
-        found = next(one for one in comparison.errors if one.region == first.region)
+        by_region = {one.region: one for one in comparison.errors}
+        # Of one layer rather its KV, which has positions.
+        first = min(wrong, key=lambda one: (one.layer, by_region[one.region].of_states, -one.worst / (one.bound or 1)))
+        found = by_region[first.region]
         finding = self._finding(cached, first, found, bounds[first.region, first.source])
         self._canary.report([finding])
         return Verification(cached.request, tokens, "differs", None, finding.explanation, layers, comparison.missing)
@@ -226,23 +241,37 @@ class RecomputeJudge:
         far = window > (bound.token if bool((window > bound.token).any()) else bound.window)
         at = over[0] + int(far.nonzero()[0])
         position = errors.positions[at]
+        if errors.of_states:
+            return replace(
+                self._about(cached, source, errors.region), rule="state", detail=_detail(first, cached, "rows")
+            )
         everywhere = len(over) == len(starts) and at == 0
         touch = next((touch for touch in cached.touches if position < touch.end), None)
+        return replace(
+            self._about(cached, source, errors.region),
+            slot=int(cached.slots[errors.region][position]),
+            position=position,
+            rule=_rule(first.layer, everywhere, touch),
+            detail=_detail(first, cached),
+        )
+
+    def _about(self, cached: CachedRequest, source: KVSource, region: str) -> Violation:
         return Violation(
             kind=Kind.RECOMPUTE,
-            region=errors.region,
+            region=region,
             phase=Phase.EVENT,
             step=self._canary.forwards,
-            slot=int(cached.slots[errors.region][position]),
             source=source.name,
             layer=source.layer,
             half=source.half,
-            position=position,
             request=cached.request,
-            rule=_rule(first.layer, everywhere, touch),
             rank=self._canary.config.rank,
-            detail=_detail(first, cached),
         )
+
+
+def holds_states(region: Region) -> bool:
+    """Whether the slots of ``region`` are rows of recurrent states, which have no fingerprints."""
+    return any(source.role is Role.STATE for source in region.sources)
 
 
 def _rule(layer: int, everywhere: bool, touch: Touch | None) -> str:
@@ -254,11 +283,11 @@ def _rule(layer: int, everywhere: bool, touch: Touch | None) -> str:
     return "input" if layer == 0 else "attention"
 
 
-def _detail(first: LayerError, cached: CachedRequest) -> str:
+def _detail(first: LayerError, cached: CachedRequest, rows: str = "tokens") -> str:
     touched = "".join(f"; a {touch.what} brought its first {touch.end} tokens" for touch in cached.touches)
     if cached.parked is not None:
         touched += f"; it has ended, and the prefix cache keeps {len(cached.tokens)} tokens of it"
     return (
-        f"first in {first.source}, by {first.worst:.2g} of its size in the median of {WINDOW_TOKENS} tokens, where "
+        f"first in {first.source}, by {first.worst:.2g} of its size in the median of {WINDOW_TOKENS} {rows}, where "
         f"noise is at most {first.bound or 0:.2g}{touched}"
     )

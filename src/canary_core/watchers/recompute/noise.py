@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from canary_core.region import KVSource
+from canary_core.region import KVSource, Role
 
 WINDOW_TOKENS = 32
 """Tokens in a row whose median is judged: a single odd token is no verdict."""
@@ -23,6 +23,8 @@ EQUAL_TOKENS, EQUAL_REQUESTS = 1024, 16
 MARGIN = 2.0
 """Bound of an error, as a multiple of the largest one of fresh requests. Random roundings are a bound as they are: each
 number is rounded, where another path rounds some."""
+STATES_MARGIN = 2.0
+"""The same again for recurrent states: errors of their smallest rows are spread further than those of tokens."""
 UNLIKE = 1 / MARGIN
 """An error too large for noise: a bound learnt from such errors would be the size of the KV, and hide anything."""
 
@@ -38,7 +40,7 @@ class Errors:
     """Relative L2 errors of one region on the host, float32 ``[sources, n]``, at ``positions`` in ascending order.
 
     roundoffs: of each source, the largest relative error of one rounding in the type of the stored KV; 0, or none at
-    all, for a type of computations.
+    all, for a type of computations. Of a recurrent state (`of_states`) ``positions`` are rows of numbers, not tokens.
     """
 
     region: str
@@ -46,6 +48,11 @@ class Errors:
     positions: Sequence[int]
     values: Tensor
     roundoffs: Sequence[float] = ()
+
+    @property
+    def of_states(self) -> bool:
+        """Whether the sources are recurrent states."""
+        return any(source.role is Role.STATE for source in self.sources)
 
     def windows(self) -> tuple[list[int], Tensor]:
         """See `windows`."""
@@ -127,9 +134,9 @@ class Noise:
         self.tokens += _most_tokens(rounded)
         for path in paths:
             for errors in path:
-                self._widen(errors, MARGIN)
+                self.widen(errors, MARGIN)
         for errors in rounded:
-            self._widen(errors, 1.0)
+            self.widen(errors, 1.0)
 
     def learn_pair(self, pair: Sequence[Errors]) -> None:
         """Takes in a fresh request, compared with one other computation and no more."""
@@ -161,7 +168,9 @@ class Noise:
             return Bound(most, most)
         return Bound(max(known.window, roundoff), max(known.token, roundoff))
 
-    def _widen(self, errors: Errors, margin: float) -> None:
+    def widen(self, errors: Errors, margin: float) -> None:
+        """Raises bounds to the largest ``errors`` times ``margin``."""
+        margin *= STATES_MARGIN if errors.of_states else 1.0
         _, medians = errors.windows()
         for (source, tokens), windows in zip(errors.like(), medians, strict=True):
             if tokens.numel():
@@ -184,4 +193,4 @@ def first_layer(compared: Sequence[Errors], dense: bool = False) -> int:
 
 
 def _most_tokens(compared: Sequence[Errors]) -> int:
-    return max((len(errors.positions) for errors in compared), default=0)
+    return max((len(errors.positions) for errors in compared if not errors.of_states), default=0)

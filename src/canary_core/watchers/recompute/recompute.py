@@ -2,20 +2,22 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from canary_core.errors import CanaryError, error_text
-from canary_core.recomputer import CachedRequest, Recomputer, recompute_off, recompute_starved
-from canary_core.watchers.recompute.attention import AttentionLook
+from canary_core.recomputer import CachedRequest, Computed, Recomputer, recompute_off, recompute_starved
 from canary_core.watchers.recompute.attention_turns import AttentionTurns
 from canary_core.watchers.recompute.comparison import Comparing, Comparison
 from canary_core.watchers.recompute.judge import RecomputeHost, RecomputeJudge
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Noise
+from canary_core.watchers.recompute.own_noise import OwnNoise
 from canary_core.watchers.recompute.questions import Questions
 from canary_core.watchers.recompute.sampler import Sampler, TimeShare
 from canary_core.watchers.recompute.verification import Verification
@@ -37,6 +39,10 @@ TOO_SHORT = f"requests have fewer than {WINDOW_TOKENS} tokens"
 NONE_FRESH = (
     f"the noise of this engine is not known, and is learnt only from requests of {WINDOW_TOKENS} tokens or more "
     "without a hit, a fork, an arrival or a preemption; verify such requests after the start"
+)
+PATHS_APART = (
+    "this model computes other KV in calls of one or of several tokens behind a state than in one call, by more than "
+    "rounding explains, so a second computation proves nothing"
 )
 NO_MEMORY = "the device has no memory for a second computation of this request"
 
@@ -169,30 +175,49 @@ class Recompute:
             return self.judge.unjudged(cached.request, NO_MEMORY, "no_memory", len(cached.tokens))
         self.judge.check_bytes(cached)
         look = self._turns.next()
-        comparison = self._compare(cached, CHUNK_TOKENS, look=look)
-        answer = self.judge.verdict(cached, comparison)
+        observed: dict[str, Any] = {} if look is None else {"observer": look}
+        first = self._recomputer.compute(cached, CHUNK_TOKENS, **observed)
+        comparison = Comparing(self._canary, cached, first).result()
+        own = partial(self._own, cached, first) if self._recomputer.recurrent else None
+        answer = self.judge.verdict(cached, comparison, own)
         answer = self._turns.judge(cached, answer, look)
-        if self.judge.teaches(cached, comparison):
-            odd = max(ODD_CHUNK_TOKENS, -(-len(cached.tokens) // MOST_ODD_CHUNKS) | 1)
-            rounded = self._compare(cached, CHUNK_TOKENS, self._recomputer.rounding)
-            self.noise.learn([comparison.errors, self._compare(cached, odd).errors], rounded.errors)
+        if not self.judge.teaches(cached, comparison):
+            return answer
+        if own is not None and (apart := own().unlike(self._recomputer.rounding)) is not None:
+            self._canary.count("recompute_unlike")
+            self.judge.doubt(PATHS_APART, request=cached.request, source=" ".join(apart))
+            return answer if answer.verdict == "same" else replace(answer, reason=PATHS_APART)
+        paths, chunks = self._paths(cached)
+        rounded = [self._compare(cached, chunk, self._recomputer.rounding).errors for chunk in chunks]
+        others = [self._compare(cached, chunk).errors for chunk in paths]
+        self.noise.learn([comparison.errors, *others], [one for errors in rounded for one in errors])
         return answer
 
+    def _paths(self, cached: CachedRequest) -> tuple[list[int], list[int]]:
+        """Tokens of a forward of other computations of a request, and of those with random roundings."""
+        odd = max(ODD_CHUNK_TOKENS, -(-len(cached.tokens) // MOST_ODD_CHUNKS) | 1)
+        return ([odd, 1], [CHUNK_TOKENS, odd]) if self._recomputer.recurrent else ([odd], [CHUNK_TOKENS])
+
+    def _own(self, cached: CachedRequest, first: Mapping[str, Computed]) -> OwnNoise:
+        looks = (*self._paths(cached), self._recomputer.rounding)
+        return OwnNoise.of(self._canary, cached, first, partial(self._recomputer.compute, cached), looks)
+
     def _fits(self, cached: CachedRequest) -> bool:
-        """Whether the device has memory for a second copy of the request's KV, and as much again for the forward,
-        within `MOST_MEMORY` of what is free."""
+        """Whether the device has memory for a second copy of the request's KV, and as much again for the forward (with
+        states a third one, to be compared with the second), within `MOST_MEMORY` of what is free."""
         device = next(iter(cached.slots.values())).device
         if device.type != "cuda":
             return True
         regions = [self._canary.states[name].region for name in cached.slots]
-        needed = 2 * len(cached.tokens) * sum(source.slot_bytes for region in regions for source in region.sources)
+        needed = (
+            (2 + self._recomputer.recurrent)
+            * len(cached.tokens)
+            * sum(source.slot_bytes for region in regions for source in region.sources)
+        )
         free, _ = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return needed <= MOST_MEMORY * (free + kept)
 
-    def _compare(
-        self, cached: CachedRequest, chunk_tokens: int, jitter: float = 0.0, look: AttentionLook | None = None
-    ) -> Comparison:
-        observed = {} if look is None else {"observer": look}
-        computed = self._recomputer.compute(cached, chunk_tokens, jitter, **observed)
+    def _compare(self, cached: CachedRequest, chunk_tokens: int, jitter: float = 0.0) -> Comparison:
+        computed = self._recomputer.compute(cached, chunk_tokens, jitter)
         return Comparing(self._canary, cached, computed).result()

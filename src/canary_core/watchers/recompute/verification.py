@@ -17,7 +17,7 @@ OUTCOMES: tuple[str, ...] = ("same", "differs", "gone", *get_args(Reason))
 class LayerError:
     """Relative L2 errors of a source in a region. median: of all compared tokens; worst: the largest median of
     `WINDOW_TOKENS` tokens in a row; bound: the largest such median that counts as numerical noise, None before one is
-    learnt."""
+    learnt. Of a recurrent state: rows of numbers in the place of tokens."""
 
     region: str
     source: str

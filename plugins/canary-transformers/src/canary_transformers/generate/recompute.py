@@ -22,12 +22,14 @@ from canary_core import (
     CanaryError,
     Computed,
     Event,
+    KVSource,
     Outline,
     Recomputer,
+    Region,
     Violation,
     emit,
 )  # fmt: skip
-from canary_transformers import attention, second_forward
+from canary_transformers import attention, recurrent, second_forward
 from canary_transformers.generate.given import Span
 from canary_transformers.generate.groups import Group
 from canary_transformers.generate.guarded_cache import GuardedCache
@@ -94,11 +96,22 @@ class CacheRecomputer(Recomputer):
         tokens = self._tokens(cache, records, row)
         if min(tokens[span.first : span.end]) < 0:
             raise CanaryError("not all of its tokens are known")
-        self._states = {group.name: _bound(records.canary, group) for group in records.groups}
+        self._states = {group.name: _bound(records.canary, group.name, group.bound) for group in records.groups}
         slots = {group.name: self._slots(group, row, records) for group in records.groups}
+        if span.end == records.end:
+            # Both computations end at the same token.
+            first = records.groups[0].name
+            for name, region in recurrent.regions(layers, row).items():
+                self._states[name] = _bound(records.canary, first, region.sources, region)
+                slots[name] = torch.arange(region.slots, device=records.canary.device)
         touch = cache.given.touch
         touches = [] if touch is None else [touch]
         return CachedRequest(request, tokens[: span.end], slots, touches)
+
+    @property
+    def recurrent(self) -> bool:
+        """By the model's caches."""
+        return recurrent.keeps_states(self._given_model())
 
     @property
     def rounding(self) -> float:
@@ -125,10 +138,13 @@ class CacheRecomputer(Recomputer):
             forwards = second_forward.parts(len(ids), chunk_tokens)
             layers = second_forward.run(model, ids, forwards, jitter, span.position)
         slots = torch.arange(-span.first, len(ids), device=device).clamp(min=-1)
-        return {
+        computed = {
             group.name: Computed(tuple(s for n in group.layers for s in second_forward.sources(layers, n)), slots)
             for group in records.groups
         }
+        for name, region in recurrent.regions(layers, 0).items():
+            computed[name] = Computed.within(region, torch.arange(region.slots, device=device))
+        return computed
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -202,7 +218,10 @@ class CacheRecomputer(Recomputer):
             raise CanaryError("the model has adapters of PEFT, and which ones a forward ran with is not followed")
         if model.config.is_encoder_decoder:
             raise CanaryError("its KV depends on states of an encoder")
-        odd = {type(layer).__name__ for layer in layers} - {*KINDS}
+        kinds = {type(layer).__name__ for layer in layers}
+        odd = kinds - {*KINDS, *recurrent.LAYERS}
+        if kinds & {*recurrent.LAYERS} and (why := recurrent.refusal(model)) is not None:
+            raise CanaryError(why)
         if odd:
             raise CanaryError(f"it has layers of type {', '.join(sorted(odd))}, which keep more than KV of tokens")
         if torch.is_autocast_enabled(self._canary.device.type):
@@ -235,8 +254,8 @@ class CacheRecomputer(Recomputer):
         return torch.where(there, row * group.capacity + position - group.first, -1)
 
 
-def _bound(canary: Canary, group: Group) -> Any:
-    """A region's state, with sources at their present place."""
-    state = copy.copy(canary.states[group.name])
-    state.region = replace(state.region, sources=group.bound)
+def _bound(canary: Canary, name: str, sources: tuple[KVSource, ...], region: Region | None = None) -> Any:
+    """A region's state, with sources at their present place; or (``region``) the same memory of ops for another one."""
+    state = copy.copy(canary.states[name])
+    state.region = replace(region or state.region, sources=sources)
     return state
