@@ -275,23 +275,30 @@ def test_hits_that_can_not_be_compared_are_told(engine):
 @pytest.mark.parametrize(
     ("rank", "words"),
     [
-        ("1", ["late"]),
+        ("1", ["late", "ahead"]),
+        ("0", ["late", "stages"]),
         *(
             pytest.param(rank, words, marks=pytest.mark.beyond_ci("rank 1, late; and test_processes: tp2"))
-            for rank, words in (("0", []), ("1", []), ("0", ["late"]), ("1", ["late", "ray"]))
+            for rank, words in (("0", []), ("1", []), ("0", ["late", "ahead"]), ("1", ["late", "ahead", "ray"]))
         ),
+        pytest.param("1", ["late", "stages"], marks=pytest.mark.beyond_ci("the other stage")),
     ],
 )
 def test_what_one_rank_finds_is_not_given_out_by_the_other(rank, words):
-    """Two tensor-parallel workers and the scheduler, each in a process of its own: bits flip in the shard of one rank
-    only, also of the one whose outputs vLLM does not take, and every answer is right. Also where a rank knows what it
-    has found when it knows its tokens, as on a GPU, with asynchronous scheduling; and with Ray's workers."""
+    """Two workers and the scheduler, each in a process of its own: bits flip in the shard of one tensor-parallel rank
+    only, also of the one whose outputs vLLM does not take, or in the layers of one stage of a pipeline with batches in
+    flight, and every answer is right. Also where a rank knows what it has found when it knows its tokens, or has waited
+    for its forward, as on a GPU; with asynchronous scheduling; and with Ray's workers."""
     if "ray" in words:
         pytest.importorskip("ray", reason="ray is not installed here")
+    count = 4 if "stages" in words else 6
     settings = dict(CANARY_ON_VIOLATION="protect", CANARY_SCRUB_BUDGET="0", CANARY_LOG_FORMAT="json")
-    told, events = said_by("protect_script", rank, "6", *words, plugins="vllm", **settings)
-    assert told == {"asked": 6, "right": 6, "wrong": 0, "error": 0}
-    assert sum(event["event"] == "recomputed" for event in events) == 6
+    told, events = said_by("protect_script", rank, str(count), *words, plugins="vllm", **settings)
+    # Stages are asked three at a time.
+    asked = count * (3 if "stages" in words else 1)
+    assert told == {"asked": asked, "right": asked, "wrong": 0, "error": 0}
+    assert sum(event["event"] == "recomputed" for event in events) == asked
+    assert [event for event in events if event["event"] in ("aborted", "quarantine_failed")] == []
 
 
 @pytest.mark.xdist_group("processes")

@@ -18,7 +18,8 @@ from vllm_on_cpu.protect_script import PROMPTS
 
 def attend(worker: Any) -> None:
     """In a worker: answers depend on all of the prompt."""
-    for layer in worker.model_runner.get_model().model.layers:
+    # A pipeline's stage has some of the layers.
+    for layer in (one for one in worker.model_runner.get_model().model.layers if hasattr(one, "input_layernorm")):
         layer.input_layernorm.weight.data.fill_(1000)
 
 
