@@ -4,7 +4,10 @@ test_engine; bits are flipped from outside, by vLLM's own tables."""
 import random
 
 import pytest
+import torch
 from vllm_on_cpu import guarded, parked_flips
+from vllm_on_cpu.engine import BLOCK, SmallEngine
+from vllm_on_cpu.late_verdicts import know_findings_with_tokens
 from vllm_on_cpu.scripts import said_by, told_by
 
 from canary_core import hook_manager, hookimpl
@@ -180,6 +183,55 @@ def test_what_is_always_wrong_ends_with_an_error(engine):
                 break
         assert small.ends["ill"] == "error"
         assert told(guard, "recomputed", "aborted") == {"recomputed": ["ill"] * 2, "aborted": ["ill"]}
+
+
+@pytest.mark.xdist_group("process 0")
+def test_what_hits_a_wrong_prefix_beyond_its_window_is_computed_again():
+    """Asynchronous scheduling, and findings that come with the tokens, as on a GPU. A request hits a block with flipped
+    bits; before that is known, the next batch is made, with a request that hits what the first one is computing, and
+    has not the block, which is outside of its window. By default its answer is wrong; with protect both are right, and
+    another request that begins in that batch goes on."""
+    small = SmallEngine("gemma3", async_scheduling=True, num_gpu_blocks_override=64)
+    with torch.no_grad():
+        for layer in small.runner.get_model().model.layers:
+            # Answers depend on all of the prompt.
+            layer.input_layernorm.weight.fill_(1000)
+    draw = random.Random("windows")
+    ill, beside = ([draw.randrange(3, 500) for _ in range(5 * BLOCK)] for _ in range(2))
+    shares = ill + beside[:20]
+    right = small.serve([ill, shares, beside[:30]], 8)
+    for mode in ("report", "protect"):
+        with guarded.guard(small, on_violation=mode, **QUIET) as guard:
+            small.serve([ill[: 3 * BLOCK + 5]], 8, "first")
+            small.submit("ill", ill, 8)
+            found = small.scheduler.kv_cache_manager.get_computed_blocks(small.scheduler.requests["ill"])[0].blocks
+            # Of three blocks the window has two.
+            window = next(number for number, blocks in enumerate(found) if blocks[0].is_null)
+            flipped = found[window][1].block_id
+            name = small.runner.kv_cache_config.kv_cache_groups[window].layer_names[0]
+            cache = small.runner.compilation_config.static_forward_context[name].kv_cache
+            cache[flipped].view(torch.int32).flatten()[::3] ^= 1 << 29
+            late = know_findings_with_tokens()
+            try:
+                small.core.step_fn()
+                small.submit("shares", shares, 8)
+                small.submit("beside", beside[:30], 8)
+                held = None
+                while small.scheduler.requests:
+                    small.step()
+                    held = held or (small.blocks("shares") if "shares" in small.scheduler.requests else None)
+            finally:
+                late.undo()
+            answers = [small.answers[name] for name in ("ill", "shares", "beside")]
+            assert answers[2] == right[2]
+            if mode == "report":
+                # It has what the first one was computing, and not the block with the flipped bits.
+                assert held is not None
+                assert flipped not in held[window]
+                assert answers[1] != right[1]
+            else:
+                assert answers == right
+                assert told(guard, "recomputed", "aborted") == {"recomputed": ["shares", "ill"], "aborted": []}
 
 
 @ONLY

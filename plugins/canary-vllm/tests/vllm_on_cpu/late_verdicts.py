@@ -7,16 +7,18 @@ from functools import partial
 from threading import RLock
 from typing import Any
 
+from canary_core import Patches
 
-def know_findings_with_tokens(worker: Any = None) -> None:
-    """In this process from now on."""
+
+def know_findings_with_tokens(worker: Any = None) -> Patches:
+    """In this process from now on, until it is undone."""
     from vllm.distributed.parallel_state import get_pp_group
 
     from canary_adapters.issued import Issued
     from canary_core.guard.reporting import verdicts
     from canary_core.guard.reporting.reader import Reader
 
-    read, tell, begin = Reader.read, verdicts.tell, Issued.__init__
+    patches = Patches()
     found: deque[tuple[int, Callable[[], None]]] = deque()
     # Of pipeline stages the last one waits for tokens.
     samples, lock = get_pp_group().is_last_rank, RLock()
@@ -27,21 +29,25 @@ def know_findings_with_tokens(worker: Any = None) -> None:
             while found and found[0][0] <= until:
                 found.popleft()[1]()
 
-    def late(reader: Reader, number: int) -> None:
-        nonlocal forwards
-        forwards += 1
-        told(forwards - 2)
-        read(reader, number)
+    def late(read: Callable[..., None]) -> Callable[..., None]:
+        def reads(reader: Reader, number: int) -> None:
+            nonlocal forwards
+            forwards += 1
+            told(forwards - 2)
+            read(reader, number)
+
+        return reads
 
     def issued(self: Issued, *about: Any) -> None:
-        begin(self, *about)
         self.forwards = forwards
 
     def wait(self: Issued) -> None:
         nonlocal known
         known = max(known, self.forwards)
 
-    Reader.read = late
-    Reader.judge = lambda reader: told(forwards if samples else known)
-    Issued.__init__, Issued.wait = issued, wait
-    verdicts.tell = lambda *about: found.append((forwards, partial(tell, *about)))
+    patches.wrap(Reader, "read", late)
+    patches.wrap(Reader, "judge", lambda _: lambda reader: told(forwards if samples else known))
+    patches.wrap(Issued, "__init__", lambda _: issued)
+    patches.wrap(Issued, "wait", lambda _: wait)
+    patches.wrap(verdicts, "tell", lambda tell: lambda *about: found.append((forwards, partial(tell, *about))))
+    return patches
