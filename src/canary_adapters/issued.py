@@ -1,4 +1,4 @@
-"""`Issued`: work that the device was given, to be waited for; `judged_answer`: an answer that leaves after that."""
+"""`Issued`: work given to the device, to be waited for; `judged_answer`: an answer that leaves after such work."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,7 +10,7 @@ from canary_core.runtime.streams import current
 
 
 class Issued:
-    """All that was issued on the current stream of ``device`` until now. Never captured. A CPU has done it."""
+    """Everything issued on the current stream of ``device`` until now. Never captured. A CPU has done all of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
@@ -18,16 +18,16 @@ class Issued:
             self._event.record(current(device))
 
     def wait(self) -> None:
-        """Until the device has done it. From any thread."""
+        """Waits until the device is done with all of it. From any thread."""
         if self._event is not None:
             self._event.synchronize()
 
 
 @cache
 def judged_answer(base: type[Any]) -> Callable[[torch.device, Callable[[], None]], Any]:
-    """A class for the answers of a worker without tokens. ``base``: the engine's class of outputs that another thread
-    waits for, by `get_output`: here until ``device`` has done what was issued before, and ``judge`` has been called.
-    The answer is None then."""
+    """A class for the answers of a worker without tokens. ``base``: the engine's class of outputs made later, by
+    `get_output` in another thread: here after all work issued before on ``device``, and after a call of ``judge``. The
+    answer is None then."""
 
     class JudgedAnswer(base):  # type: ignore[misc]
         def __init__(self, device: torch.device, judge: Callable[[], None]) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 
 class Sheltered:
-    """A context that no exception leaves: ``told`` is called with ``where`` and the exception. Each call of an engine
-    may have one, and a generator's context costs thrice."""
+    """A context from which no exception leaves: ``told`` is called with ``where`` and the exception. Each call of an
+    engine may have one, and a generator's context costs thrice."""
 
     __slots__ = ("_told", "_where")
 

@@ -1,4 +1,4 @@
-"""`UnderWay`: batches that a scheduler has made and whose outputs it has not taken yet."""
+"""`UnderWay`: batches of a scheduler between their making and the taking of their outputs."""
 
 from collections import deque
 from collections.abc import Collection
@@ -8,8 +8,8 @@ MOST_BATCHES = 64
 
 
 class UnderWay:
-    """The requests that began with each batch, or began again after they had lost their blocks. Outputs are taken in
-    the order of the batches."""
+    """The requests begun with each batch, or begun again after the loss of their blocks. Outputs are taken in the order
+    of the batches."""
 
     def __init__(self) -> None:
         self._begun: deque[Collection[str]] = deque(maxlen=MOST_BATCHES)

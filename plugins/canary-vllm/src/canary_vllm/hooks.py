@@ -201,7 +201,8 @@ class Hooks:
             session.give(kwargs.get("scheduler_output", args[0] if args else None))
         made = original()
         if made is None and self._later is not None:
-            made = self._later(session.canary.device, functools.partial(self._judge, session))
+            with session.lock, session.canary.guard("give"):
+                made = self._later(session.canary.device, functools.partial(self._judge, session, session.leaves()))
         return made
 
     def _made(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,19 +210,19 @@ class Hooks:
         return original() if session is None else self._run(session, original, True)
 
     def _run(self, session: Session, run: Callable[[], Any], leaves: bool) -> Any:
-        with self._telling.only(session):
+        with self._telling.only(session), session.lock:
             made = run()
             with session.canary.guard("mark"):
-                if leaves:
-                    session.leaves()
-                judge = functools.partial(self._judge, session) if leaves else None
+                judge = functools.partial(self._judge, session, session.leaves()) if leaves else None
                 mark(made, session.word, session.recomputed.wanted, judge)
         return made
 
-    def _judge(self, session: Session) -> None:
-        """The tokens of the session's step are on the host. From any thread."""
+    def _judge(self, session: Session, loads: Callable[[], None] | None) -> None:
+        """The tokens of the session's step are on the host. From any thread. ``loads``: of `Session.leaves`."""
         with self._telling.only(session):
             session.canary.step.reader.judge()
+            if loads is not None:
+                loads()
 
     @contextmanager
     def _sheltered(self, what: str) -> Iterator[None]:
@@ -298,7 +299,8 @@ class Hooks:
             with self._telling.only(*own):
                 try:
                     for session in own:
-                        session.leaves()
+                        with session.lock:
+                            session.leaves()
                     self._protection.act(scheduler, made)
                 except Exception as error:
                     self._tell(Event("quarantine_failed", "error", {"reason": error_text(error)}))

@@ -40,19 +40,19 @@ def question(verdicts: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def await_all(core: Any) -> bool:
-    """The engine ``core`` takes the output of a step when every rank has sent its own, for which a rank waits for its
-    tokens or its forward, and looks at what it has found. vLLM does so to aggregate what connectors say; with one it
-    replaces this later. Returns whether each pipeline stage is asked; vLLM's older Ray executor asks the last alone."""
+    """The engine ``core`` takes the output of a step when every rank has sent an output, after a wait for tokens or
+    forward, and a look at the rank's findings. vLLM does so to aggregate outputs of connectors, by a function of its
+    own. Returns whether each pipeline stage is asked; vLLM's older Ray executor asks only the last."""
     executor, stages = core.model_executor, core.vllm_config.parallel_config.pipeline_parallel_size
     executor.kv_output_aggregator = SimpleNamespace(aggregate=lambda outputs, output_rank=0: outputs[output_rank])
-    # Looked at by that one.
+    # Looked at by that executor.
     executor.has_connector = True
     return stages == 1 or (hasattr(executor, "response_mqs") and not targets.problems(targets.STAGES))
 
 
 def answer_later(process: Any) -> None:
-    """``process``, a `WorkerProc` of vLLM's, gives its answers to vLLM's own thread for outputs made later, as it does
-    with asynchronous scheduling, and goes on with its next batch."""
+    """``process``, a `WorkerProc` of vLLM's, gives answers to vLLM's own thread for outputs made later, as with
+    asynchronous scheduling, and goes on with the next batch."""
     if not process.use_async_scheduling:
         process.async_output_queue, process.use_async_scheduling = Queue(), True
         Thread(target=process.async_output_busy_loop, daemon=True, name="WorkerAsyncOutputCopy").start()

@@ -26,6 +26,6 @@ def given(output: Any) -> Sequence[Sequence[Sequence[int]]]:
 
 
 def begun(output: Any) -> set[str]:
-    """The requests that begin with ``output``, or begin again after they lost their blocks."""
+    """The requests begun with ``output``, or begun again after the loss of their blocks."""
     again = getattr(output.scheduled_cached_reqs, "resumed_req_ids", ())
     return {new.req_id for new in output.scheduled_new_reqs}.union(again)

@@ -19,7 +19,7 @@ WORKER_END = HookTarget(f"{WORKER}.shutdown")
 PROCESS = "vllm.v1.executor.multiproc_executor.WorkerProc"
 STAGES = (HookTarget(f"{PROCESS}.worker_busy_loop"), HookTarget(f"{PROCESS}.async_output_busy_loop"))
 LATER = "vllm.v1.outputs.AsyncModelRunnerOutput"
-"""If one is unfit, an output does not wait for what pipeline stages before the last find."""
+"""If one is unfit, an output does not wait for findings of pipeline stages before the last."""
 
 CORE = "vllm.v1.engine.core.EngineCoreProc"
 IDLE = (HookTarget(f"{CORE}.has_work"), HookTarget(f"{CORE}.is_running"))
