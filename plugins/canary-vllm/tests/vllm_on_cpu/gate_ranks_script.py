@@ -30,11 +30,12 @@ def attend(worker: Any) -> None:
 
 
 def spoil(worker: Any, rank: int, length: int) -> None:
-    """In a worker: from now on each value of blocks that end after ``length`` tokens comes with another sign."""
+    """In a worker: from now on each value of blocks that end after ``length`` tokens comes with another sign and size,
+    so that the first token is wrong."""
     from vllm_on_cpu.host_store import STORE
 
     if worker.rank == rank:
-        STORE.fault = lambda prefix, name, data: -data if len(prefix) == length else data
+        STORE.fault = lambda prefix, name, data: data * -1e4 if len(prefix) == length else data
 
 
 def know_copies_with_tokens(worker: Any) -> None:
