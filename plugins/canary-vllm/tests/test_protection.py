@@ -354,6 +354,20 @@ def test_what_one_rank_finds_is_not_given_out_by_the_other(rank, words):
 
 
 @pytest.mark.xdist_group("processes")
+@pytest.mark.beyond_ci("protect over Ray's workers, and the tests of one process here")
+@pytest.mark.parametrize(("mode", "ends"), [("quarantine", "recomputed"), ("abort", "aborted")])
+def test_other_actions_over_ray(mode, ends):
+    """What a Ray worker of rank 1 finds by comparing all reads is acted on in the scheduler's process: each request is
+    computed again and answered right, or ends with an error."""
+    pytest.importorskip("ray", reason="ray is not installed here")
+    settings = dict(CANARY_ON_VIOLATION=mode, CANARY_READ_CHECK="-1", CANARY_LOG_FORMAT="json")
+    told, events = said_by("protect_script", "1", "6", "ray", plugins="vllm", **settings)
+    right = 6 if mode == "quarantine" else 0
+    assert told == {"asked": 6, "right": right, "wrong": 0, "error": 6 - right}
+    assert [event["event"] for event in events if event["event"] in ("recomputed", "aborted")] == [ends] * 6
+
+
+@pytest.mark.xdist_group("processes")
 @pytest.mark.takes_turns("the tests of one process here")
 @pytest.mark.parametrize(
     ("mode", "workers"),
