@@ -10,7 +10,12 @@ from typing import Any
 from canary_core import Patches
 
 
-def know_findings_with_tokens(worker: Any = None) -> Patches:
+def begin(worker: Any) -> None:
+    """In a worker: from now on."""
+    know_findings_with_tokens()
+
+
+def know_findings_with_tokens() -> Patches:
     """In this process from now on, until it is undone."""
     from vllm.distributed.parallel_state import get_pp_group
 

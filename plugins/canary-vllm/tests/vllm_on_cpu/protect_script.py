@@ -57,11 +57,10 @@ def begin_ray() -> None:
 def main() -> None:
     """Each prompt once, then again and again with flips between."""
     # Ray's workers have a `__main__` of their own.
-    from vllm_on_cpu import models
+    from vllm_on_cpu import late_verdicts, models
     from vllm_on_cpu import protect_script as named
     from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS, as_asked_for
     from vllm_on_cpu.gate_ranks_script import attend
-    from vllm_on_cpu.late_verdicts import know_findings_with_tokens
 
     rank, count = map(int, sys.argv[1:3])
     late, ahead, stages = (word in sys.argv for word in ("late", "ahead", "stages"))
@@ -87,7 +86,7 @@ def main() -> None:
     every = list(range(len(PROMPTS)))
     right = [answer for answer, _ in serve(every)]
     if late:
-        llm.collective_rpc(know_findings_with_tokens)
+        llm.collective_rpc(late_verdicts.begin)
     told = dict.fromkeys(("asked", "right", "wrong", "error"), 0)
     for turn in range(count):
         numbers = every if stages else [turn % len(PROMPTS)]
