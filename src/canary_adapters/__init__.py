@@ -20,9 +20,10 @@ from canary_adapters.complete_blocks import CompleteBlocks
 from canary_adapters.contents import content_numbers, embedding_numbers, media_number, put_embeddings, put_media
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
-from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
+from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store, embedding_layer
 from canary_adapters.hash_chain import HashChain
 from canary_adapters.internal_requests import LEAST_TOKENS, InternalRequests, RecomputePair, Running, is_internal
+from canary_adapters.issued import judged_answer
 from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.layer_stores import follow_stores
 from canary_adapters.lengths import PrefixLens, UniformLens
@@ -52,6 +53,7 @@ from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, 
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sampled_tokens import sampled_tokens
 from canary_adapters.scales import WatchedScales, kv_scales
+from canary_adapters.sheltered import Sheltered
 from canary_adapters.sources import (
     CHECKED_DTYPES,
     PackedPage,
@@ -67,6 +69,7 @@ from canary_adapters.telling import Telling
 from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknown_tokens
 from canary_adapters.touched_requests import TouchedRequests
 from canary_adapters.tries import Tries
+from canary_adapters.under_way import UnderWay
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.errors import error_text
@@ -142,9 +145,11 @@ __all__ = [
     "RowPool",
     "Running",
     "SchedulerRequests",
+    "Sheltered",
     "Telling",
     "TouchedRequests",
     "Tries",
+    "UnderWay",
     "UniformLens",
     "VerdictPipe",
     "VerdictPost",
@@ -163,6 +168,7 @@ __all__ = [
     "count_breaches",
     "default_store",
     "deliver",
+    "embedding_layer",
     "embedding_numbers",
     "error_text",
     "follow_releases",
@@ -171,6 +177,7 @@ __all__ = [
     "growing_source",
     "hits_unchecked",
     "is_internal",
+    "judged_answer",
     "kv_layers",
     "kv_scales",
     "layer_numbers",

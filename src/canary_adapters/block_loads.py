@@ -1,15 +1,21 @@
 """`BlockLoads`: KV loaded by a connector in blocks, against the ledger, and the blocks unfit to be served."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from threading import RLock
 
 from canary_adapters.block_events import BlockGroup, block_slots
 from canary_adapters.block_replay import BlockLoad
+from canary_adapters.issued import Issued
 from canary_adapters.verdict_pipe import BlockVerdict
 from canary_core import Arrival, Canary, Origin, Writers
 from canary_core.ops.upload import upload
 
 LoadedBlocks = tuple[Arrival, frozenset[int]]
 """An arrival and the numbers of its blocks."""
+
+MOST_LANDED = 8
+"""Steps whose loads may wait for a verdict."""
 
 
 class BlockLoads:
@@ -26,11 +32,12 @@ class BlockLoads:
 
     | load                    | judged                   | without a verdict on the host yet, as on a GPU            |
     |-------------------------|--------------------------|-----------------------------------------------------------|
-    | while the forward runs  | right after the forward  | `late` asks again, after the engine's wait for tokens; a  |
-    |                         |                          | later verdict goes to the plugins acting on findings      |
+    | while the forward runs  | right after the forward  | `late` asks again, and returns a wait for the verdict; a  |
+    |                         |                          | verdict then goes to the plugins acting on findings       |
     | in the steps before     | at the end of the load   | the end is told a step later, with the verdict            |
 
-    Never waits for the device. ``writers``: of the requests.
+    Nothing else waits for the device. ``writers``: of the requests. ``lock``: held by the engine's thread while
+    a step is issued, since the wait of `late` may be called in another one.
     """
 
     def __init__(self, canary: Canary, groups: Sequence[BlockGroup], origin: Origin, writers: Writers) -> None:
@@ -39,6 +46,8 @@ class BlockLoads:
         self._origin = origin
         self._writers = writers
         self.gated = canary.config.on_violation == "protect"
+        self.lock = RLock()
+        self._landed: list[tuple[Issued, list[LoadedBlocks]]] = []
         self._waiting: dict[str, list[tuple[BlockLoad, list[LoadedBlocks]]]] = {}
         self._landing: list[LoadedBlocks] = []
         # Requests of which not all was brought, by the connector's own word.
@@ -117,6 +126,8 @@ class BlockLoads:
             self._canary.slots.settle()
         if ended or (landing and self.gated):
             self._canary.ledger.send()
+            # Nobody takes them where no tokens are sampled.
+            self._landed = [*self._landed[-MOST_LANDED:], (Issued(self._canary.device), landing)]
             self._canary.ledger.read()
         for name in ended:
             if self._due(self._held[name]):
@@ -128,13 +139,23 @@ class BlockLoads:
         self._forget()
         return self._failed
 
-    def late(self) -> None:
+    def late(self) -> Callable[[], None]:
         """The output of the step leaves next, with verdicts that came since on loads beside the forward. Called again
-        before it leaves the process, brings a verdict that was not there yet, for those who act on findings."""
+        before the output leaves the process, brings a verdict not there yet, for plugins acting on findings. So does
+        the function returned, once, from any thread: waits for the device, where a verdict is still on the way."""
         if self.gated:
             self._canary.ledger.read()
             self._open.clear()
             self._forget()
+        landed, self._landed = self._landed, []
+        return partial(self._judged, landed)
+
+    def _judged(self, landed: Sequence[tuple[Issued, Sequence[LoadedBlocks]]]) -> None:
+        for issued, came in landed:
+            if self._due(came):
+                issued.wait()
+                with self.lock, self._canary.guard("loads judged"):
+                    self._canary.ledger.read()
 
     def takes(self, verdict: BlockVerdict) -> bool:
         """Whether the block of ``verdict`` is told to the scheduler with an output, so that nobody else should act."""

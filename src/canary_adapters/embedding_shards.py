@@ -56,6 +56,19 @@ class EmbeddingPart:
         return self.weight[place].detach() if 0 <= place < self.weight.shape[0] else None
 
 
+def embedding_layer(model: Any) -> Any:
+    """The layer of an engine's ``model`` with the embedding of tokens; None if named otherwise in the model."""
+    get = getattr(model, "get_input_embeddings", None)
+    layer = getattr(getattr(model, "model", model), "embed_tokens", None)
+    if layer is None and get is not None:
+        try:
+            return get()
+        except Exception:
+            # It may want tokens to embed, and give them instead of the layer.
+            return None
+    return layer
+
+
 class EmbeddingShards:
     """This rank's rows of an embedding, and hashes of all rows, its own and other ranks'.
 

@@ -19,8 +19,8 @@ def mark(
     output: Any, word: Mark, wanted: Callable[[], Sequence[str]] = list, made: Callable[[], None] | None = None
 ) -> None:
     """Attaches ``word``, and requests ``wanted`` of the scheduler, to ``output`` of a runner, which may be made later,
-    in another thread. An output without requests is shared. ``made``: called when the output's tokens are on the
-    host."""
+    in another thread. An output without requests is shared, and has no tokens. ``made``: called when the output's
+    tokens are on the host."""
     if hasattr(output, "get_output"):
         make = output.get_output
 
@@ -31,9 +31,9 @@ def mark(
 
         output.get_output = get_output
         return
-    if made is not None:
-        made()
     if getattr(output, "req_ids", None):
+        if made is not None:
+            made()
         setattr(output, MARK, word)
         asked = wanted()
         if asked:

@@ -1,5 +1,7 @@
 """`BlockLoads`: what a connector brings wrong is told with the step's output, also by a device behind the host."""
 
+from threading import Thread
+
 import pytest
 from ledger.host_tier import PAGE, HostTier
 from support.guarded import Guarded
@@ -92,6 +94,27 @@ def test_a_verdict_that_comes_too_late_is_acted_on_as_others(behind):
     behind()
     engine.canary.ledger.read()
     assert (told, engine.left) == (set(), [BAD])
+
+
+def test_a_verdict_is_there_when_the_tokens_leave(behind):
+    """Another thread has waited for them, and asks: what was brought beside their forward is told to whoever acts on
+    findings, before the tokens leave. A second time there is nothing to tell."""
+    engine = Engine()
+    engine.begin("a")
+    engine.come()
+    engine.loads.loaded(())
+    judged = engine.loads.late()
+    behind()
+    assert engine.left == []
+    for _ in range(2):
+        thread = Thread(target=judged)
+        with engine.loads.lock:
+            # This one issues the next step.
+            thread.start()
+            thread.join(0.2)
+            assert thread.is_alive() == (engine.left == [])
+        thread.join()
+        assert engine.left == [BAD]
 
 
 def test_a_load_that_has_ended_waits_for_its_verdict(behind):

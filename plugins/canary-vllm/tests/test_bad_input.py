@@ -118,3 +118,18 @@ def test_a_moved_runner_leaves_the_other_hooked(monkeypatch):
     finally:
         hooks.stop()
         hook_manager().unregister(findings)
+
+
+def test_an_executor_that_asks_the_last_stage_alone_is_told(engine, monkeypatch):
+    """As vLLM's older Ray executor does: with protect, tokens may leave before another stage's verdict. One event says
+    so, and none without stages."""
+    parallel = engine.small.core.vllm_config.parallel_config
+    for stages in (1, 2):
+        with guarded.guard(engine.small, on_violation="protect") as guard:
+            monkeypatch.setattr(parallel, "pipeline_parallel_size", stages)
+            HOOKS._started(None, engine.small.core)
+            monkeypatch.setattr(parallel, "pipeline_parallel_size", 1)
+            reasons = [event.fields["reason"] for event in guard.findings.told("quarantine_failed")]
+            assert len(reasons) == stages - 1
+            assert all("pipeline stages before the last" in reason for reason in reasons)
+            assert len(guarded.traffic(engine.small, 1)) == 1

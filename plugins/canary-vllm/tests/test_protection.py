@@ -4,7 +4,10 @@ test_engine; bits are flipped from outside, by vLLM's own tables."""
 import random
 
 import pytest
+import torch
 from vllm_on_cpu import guarded, parked_flips
+from vllm_on_cpu.engine import BLOCK, SmallEngine
+from vllm_on_cpu.late_verdicts import know_findings_with_tokens
 from vllm_on_cpu.scripts import said_by, told_by
 
 from canary_core import hook_manager, hookimpl
@@ -182,6 +185,55 @@ def test_what_is_always_wrong_ends_with_an_error(engine):
         assert told(guard, "recomputed", "aborted") == {"recomputed": ["ill"] * 2, "aborted": ["ill"]}
 
 
+@pytest.mark.xdist_group("process 0")
+def test_what_hits_a_wrong_prefix_beyond_its_window_is_computed_again():
+    """Asynchronous scheduling, and findings that come with the tokens, as on a GPU. A request hits a block with flipped
+    bits; before that is known, the next batch is made, with a request that hits what the first one is computing, and
+    has not the block, which is outside of its window. By default its answer is wrong; with protect both are right, and
+    another request that begins in that batch goes on."""
+    small = SmallEngine("gemma3", async_scheduling=True, num_gpu_blocks_override=64)
+    with torch.no_grad():
+        for layer in small.runner.get_model().model.layers:
+            # Answers depend on all of the prompt.
+            layer.input_layernorm.weight.fill_(1000)
+    draw = random.Random("windows")
+    ill, beside = ([draw.randrange(3, 500) for _ in range(5 * BLOCK)] for _ in range(2))
+    shares = ill + beside[:20]
+    right = small.serve([ill, shares, beside[:30]], 8)
+    for mode in ("report", "protect"):
+        with guarded.guard(small, on_violation=mode, **QUIET) as guard:
+            small.serve([ill[: 3 * BLOCK + 5]], 8, "first")
+            small.submit("ill", ill, 8)
+            found = small.scheduler.kv_cache_manager.get_computed_blocks(small.scheduler.requests["ill"])[0].blocks
+            # Of three blocks the window has two.
+            window = next(number for number, blocks in enumerate(found) if blocks[0].is_null)
+            flipped = found[window][1].block_id
+            name = small.runner.kv_cache_config.kv_cache_groups[window].layer_names[0]
+            cache = small.runner.compilation_config.static_forward_context[name].kv_cache
+            cache[flipped].view(torch.int32).flatten()[::3] ^= 1 << 29
+            late = know_findings_with_tokens()
+            try:
+                small.core.step_fn()
+                small.submit("shares", shares, 8)
+                small.submit("beside", beside[:30], 8)
+                held = None
+                while small.scheduler.requests:
+                    small.step()
+                    held = held or (small.blocks("shares") if "shares" in small.scheduler.requests else None)
+            finally:
+                late.undo()
+            answers = [small.answers[name] for name in ("ill", "shares", "beside")]
+            assert answers[2] == right[2]
+            if mode == "report":
+                # It has what the first one was computing, and not the block with the flipped bits.
+                assert held is not None
+                assert flipped not in held[window]
+                assert answers[1] != right[1]
+            else:
+                assert answers == right
+                assert told(guard, "recomputed", "aborted") == {"recomputed": ["shares", "ill"], "aborted": []}
+
+
 @ONLY
 def test_abort_ends_the_requests_that_have_the_block(engine):
     """And no others; the block stays where it is."""
@@ -275,23 +327,44 @@ def test_hits_that_can_not_be_compared_are_told(engine):
 @pytest.mark.parametrize(
     ("rank", "words"),
     [
-        ("1", ["late"]),
+        ("1", ["late", "ahead"]),
+        ("0", ["late", "stages"]),
         *(
             pytest.param(rank, words, marks=pytest.mark.beyond_ci("rank 1, late; and test_processes: tp2"))
-            for rank, words in (("0", []), ("1", []), ("0", ["late"]), ("1", ["late", "ray"]))
+            for rank, words in (("0", []), ("1", []), ("0", ["late", "ahead"]), ("1", ["late", "ahead", "ray"]))
         ),
+        pytest.param("1", ["late", "stages"], marks=pytest.mark.beyond_ci("the other stage")),
     ],
 )
 def test_what_one_rank_finds_is_not_given_out_by_the_other(rank, words):
-    """Two tensor-parallel workers and the scheduler, each in a process of its own: bits flip in the shard of one rank
-    only, also of the one whose outputs vLLM does not take, and every answer is right. Also where a rank knows what it
-    has found when it knows its tokens, as on a GPU, with asynchronous scheduling; and with Ray's workers."""
+    """Two workers and the scheduler, each in a process of its own: bits flip in the shard of one tensor-parallel rank
+    only, also of the one whose outputs vLLM does not take, or in the layers of one stage of a pipeline with batches in
+    flight, and every answer is right. Also where a rank knows what it has found when it knows its tokens, or has waited
+    for its forward, as on a GPU; with asynchronous scheduling; and with Ray's workers."""
     if "ray" in words:
         pytest.importorskip("ray", reason="ray is not installed here")
+    count = 4 if "stages" in words else 6
     settings = dict(CANARY_ON_VIOLATION="protect", CANARY_SCRUB_BUDGET="0", CANARY_LOG_FORMAT="json")
-    told, events = said_by("protect_script", rank, "6", *words, plugins="vllm", **settings)
-    assert told == {"asked": 6, "right": 6, "wrong": 0, "error": 0}
-    assert sum(event["event"] == "recomputed" for event in events) == 6
+    told, events = said_by("protect_script", rank, str(count), *words, plugins="vllm", **settings)
+    # Stages are asked three at a time.
+    asked = count * (3 if "stages" in words else 1)
+    assert told == {"asked": asked, "right": asked, "wrong": 0, "error": 0}
+    assert sum(event["event"] == "recomputed" for event in events) == asked
+    assert [event for event in events if event["event"] in ("aborted", "quarantine_failed")] == []
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.beyond_ci("protect over Ray's workers, and the tests of one process here")
+@pytest.mark.parametrize(("mode", "ends"), [("quarantine", "recomputed"), ("abort", "aborted")])
+def test_other_actions_over_ray(mode, ends):
+    """What a Ray worker of rank 1 finds by comparing all reads is acted on in the scheduler's process: each request is
+    computed again and answered right, or ends with an error."""
+    pytest.importorskip("ray", reason="ray is not installed here")
+    settings = dict(CANARY_ON_VIOLATION=mode, CANARY_READ_CHECK="-1", CANARY_LOG_FORMAT="json")
+    told, events = said_by("protect_script", "1", "6", "ray", plugins="vllm", **settings)
+    right = 6 if mode == "quarantine" else 0
+    assert told == {"asked": 6, "right": right, "wrong": 0, "error": 6 - right}
+    assert [event["event"] for event in events if event["event"] in ("recomputed", "aborted")] == [ends] * 6
 
 
 @pytest.mark.xdist_group("processes")

@@ -6,7 +6,8 @@ from vllm_on_cpu.scripts import said_by
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 COVERED_BY = "tests/adapters/test_roll_call.py, and one of these"
-WHOSE = {"worker": [(0, 0), (0, 1)], "scheduler": [(0, 0), (0, 1)], "replica": [(0, 0), (1, 0)]}
+RANKS, REPLICAS = [(0, 0), (0, 1)], [(0, 0), (1, 0)]
+WHOSE = {"worker": RANKS, "stage": RANKS, "scheduler": RANKS, "replica": REPLICAS}
 """Replica and rank of the two workers."""
 BROKEN = {
     "plugins": "does not name vllm",
@@ -84,6 +85,7 @@ def test_replicas_are_told_apart():
         ("worker", "report"),
         ("replica", "report"),
         ("worker", "protect"),
+        ("stage", "protect"),
         ("scheduler", "protect"),
         ("replica", "protect"),
     ],

@@ -1,11 +1,12 @@
 """`Hooks`: code around vLLM's own functions, of runners, scheduler and connectors."""
 
 import functools
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from canary_adapters import MARK, RollCall, SchedulerRequests, Telling, answer, error_text, mark
+from canary_adapters import MARK, RollCall, SchedulerRequests, Telling, answer, error_text, judged_answer, mark
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
 from canary_vllm.actions import recompute
@@ -30,6 +31,7 @@ class Hooks:
         self._telling: Telling[Session] = Telling()
         self._place: dict[str, object] = {}
         self._protection: Protection | None = None
+        self._later: Callable[..., Any] | None = None
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -61,15 +63,13 @@ class Hooks:
             self._wrap(targets.IDLE[0].name, self._has_work)
         if targets.WEIGHTS_END.problem() is None:
             self._wrap(targets.WEIGHTS_END.name, self._weights_end)
-        missing = targets.problems(targets.ROLL_CALL)
-        if missing:
+        if missing := targets.problems(targets.ROLL_CALL):
             self._left_out("nobody looks whether all workers are guarded, or asks for requests", missing)
         else:
             self._follow(f"{targets.ENGINE}._initialize_kv_caches", self._started)
             self._follow(f"{targets.SCHEDULER}.update_from_output", self._returned)
             self._wrap(f"{targets.WORKER}.execute_model", self._given)
-        missing = targets.problems(targets.LIFETIME)
-        if missing:
+        if missing := targets.problems(targets.LIFETIME):
             self._left_out("blocks of the scheduler are not followed", missing)
             return
         self._follow(f"{targets.SCHEDULER}.__init__", self._scheduler)
@@ -77,6 +77,8 @@ class Hooks:
         if config.on_violation != "report":
             self._protection = Protection(config, self._whose, self._tell)
             hook_manager().register(self._protection)
+            if config.on_violation == "protect" and not targets.problems(targets.STAGES):
+                self._wrap(targets.STAGES[0].name, self._serves)
             self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
             self._wrap(f"{targets.SCHEDULER}.update_from_output", self._update)
 
@@ -110,8 +112,7 @@ class Hooks:
         self._wrap(f"{name}.initialize_kv_cache", self._initialize)
         self._wrap(f"{name}.execute_model", self._execute)
         self._wrap(f"{name}.sample_tokens", self._made)
-        missing = targets.problems([targets.SAMPLERS[name]])
-        if missing:
+        if missing := targets.problems([targets.SAMPLERS[name]]):
             self._left_out("what is sampled is not compared with the next forward", missing)
         else:
             self._follow(targets.SAMPLERS[name].name, self._sampled)
@@ -169,8 +170,9 @@ class Hooks:
             self._roll_calls[id(core.vllm_config)] = roll_call
             if pipe is not None:
                 pipe.opened()
-            if self._config.on_violation == "protect":
-                workers.await_all(core.model_executor)
+            if self._config.on_violation == "protect" and not workers.await_all(core):
+                reason = "tokens may leave before it is known what pipeline stages before the last have found"
+                emit(Event("quarantine_failed", "error", {"reason": reason}))
             if deaf:
                 reason = f"ranks {deaf} can't tell the scheduler's process what they find: they run on other machines"
                 emit(Event("quarantine_failed", "error", {"reason": f"{reason}, or are unguarded", "ranks": deaf}))
@@ -186,31 +188,41 @@ class Hooks:
                 roll_call.output(getattr(made, MARK, None), int(given.total_num_scheduled_tokens))
                 self._roll_calls[id(scheduler.vllm_config)] = roll_call
 
-    def _given(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        if (session := self._sessions.get(id(getattr(wrapper.worker, "model_runner", None)))) is not None:
-            with session.canary.guard("give"):
-                session.give(kwargs.get("scheduler_output", args[0] if args else None))
+    def _serves(self, original: Callable[[], Any], process: Any, *args: Any, **kwargs: Any) -> Any:
+        if not runners.samples():
+            self._later = judged_answer(pkgutil.resolve_name(targets.LATER))
+            workers.answer_later(process)
         return original()
 
-    def _made(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-        if (session := self._sessions.get(id(runner))) is None:
+    def _given(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        if (session := self._sessions.get(id(getattr(wrapper.worker, "model_runner", None)))) is None:
             return original()
-        return self._run(session, original, True)
+        with session.canary.guard("give"):
+            session.give(kwargs.get("scheduler_output", args[0] if args else None))
+        made = original()
+        if made is None and self._later is not None:
+            with session.lock, session.canary.guard("give"):
+                made = self._later(session.canary.device, functools.partial(self._judge, session, session.leaves()))
+        return made
+
+    def _made(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self._sessions.get(id(runner))
+        return original() if session is None else self._run(session, original, True)
 
     def _run(self, session: Session, run: Callable[[], Any], leaves: bool) -> Any:
-        with self._telling.only(session):
+        with self._telling.only(session), session.lock:
             made = run()
             with session.canary.guard("mark"):
-                if leaves:
-                    session.leaves()
-                judge = functools.partial(self._judge, session) if leaves else None
+                judge = functools.partial(self._judge, session, session.leaves()) if leaves else None
                 mark(made, session.word, session.recomputed.wanted, judge)
         return made
 
-    def _judge(self, session: Session) -> None:
-        """The tokens of the session's step are on the host. From any thread."""
+    def _judge(self, session: Session, loads: Callable[[], None] | None) -> None:
+        """The tokens of the session's step are on the host. From any thread. ``loads``: of `Session.leaves`."""
         with self._telling.only(session):
             session.canary.step.reader.judge()
+            if loads is not None:
+                loads()
 
     @contextmanager
     def _sheltered(self, what: str) -> Iterator[None]:
@@ -256,6 +268,7 @@ class Hooks:
             recorder.told.append(internal.note)
             if self._protection is not None:
                 self._protection.joined(scheduler)
+                recorder.told.append(functools.partial(self._protection.scheduled, scheduler))
         except Exception as error:
             self._left_out("blocks of the scheduler are not followed", [error_text(error)])
 
@@ -277,7 +290,7 @@ class Hooks:
         self._act(scheduler, kwargs.get("model_runner_output", args[-1] if args else None))
         outputs = original()
         if self._protection is not None:
-            self._protection.ended(outputs)
+            self._protection.ended(scheduler, outputs)
         return outputs
 
     def _act(self, scheduler: Any, made: Any = None) -> None:
@@ -286,7 +299,8 @@ class Hooks:
             with self._telling.only(*own):
                 try:
                     for session in own:
-                        session.leaves()
+                        with session.lock:
+                            session.leaves()
                     self._protection.act(scheduler, made)
                 except Exception as error:
                     self._tell(Event("quarantine_failed", "error", {"reason": error_text(error)}))
@@ -307,9 +321,7 @@ class Hooks:
 
     def _weights_end(self, original: Callable[[], Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(worker.model_runner))
-        if session is None:
-            return original()
-        with session.weights.loads.load("finish_weight_update"):
+        with nullcontext() if session is None else session.weights.loads.load("finish_weight_update"):
             return original()
 
     def _left_out(self, what: str, problems: Sequence[str]) -> None:

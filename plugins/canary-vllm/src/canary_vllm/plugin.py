@@ -55,8 +55,7 @@ def canary_uninstall() -> None:
 def canary_conformance() -> NoReturn:
     """Raises `PluginError`: the suite is among the tests, since it needs a vLLM for CPUs."""
     raise PluginError(
-        "the conformance suite of canary-vllm starts small engines on a CPU, for which vLLM needs an environment of "
-        "its own, so it is among the tests. In a checkout of the repository run: make test-vllm "
-        "PYTEST_FLAGS='-k test_conformance'. To check the plugin against the engine that you run, set CANARY_AUDIT=8 "
-        "there"
+        "the conformance suite of canary-vllm is among the tests, since vLLM for CPUs needs an environment of its own. "
+        "In a checkout of the repository run: make test-vllm PYTEST_FLAGS='-k test_conformance'. To check the plugin "
+        "against the engine that you run, set CANARY_AUDIT=8 there"
     )

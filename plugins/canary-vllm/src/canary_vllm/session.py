@@ -131,6 +131,7 @@ class Session:
         self.recomputed.adapters = self.weights.adapters
         self._scales = WatchedScales(self.canary, quantized, runners.SCALES) if quantized else None
         self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
+        self.lock = contextlib.nullcontext() if self._loads is None else self._loads.brought.lock
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
         # What an encoder's states are read for follows the forward, and must know its requests.
         alone = origin is None and not drafted and not encoder
@@ -164,10 +165,9 @@ class Session:
         """Whether a connector has just brought the block of ``verdict``, and an output names it as failed."""
         return self._loads is not None and self._loads.brought.takes(verdict)
 
-    def leaves(self) -> None:
-        """An output leaves the runner, or this process, next."""
-        if self._loads is not None:
-            self._loads.brought.late()
+    def leaves(self) -> Callable[[], None] | None:
+        """An output leaves the runner, or this process, next. Returns `BlockLoads.late`'s, None without a connector."""
+        return None if self._loads is None else self._loads.brought.late()
 
     @property
     def word(self) -> Mark:

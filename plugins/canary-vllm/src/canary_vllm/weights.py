@@ -39,8 +39,6 @@ def adapter_name(request: Any) -> str | None:
 
 
 def _tensors(adapter: Any) -> Iterator[Tensor]:
-    for layer in adapter.loras.values():
-        for part in (layer.lora_a, layer.lora_b, layer.scaling):
-            for one in part if isinstance(part, (list, tuple)) else (part,):
-                if one is not None:
-                    yield one if isinstance(one, Tensor) else torch.tensor(float(one))
+    parts = (part for layer in adapter.loras.values() for part in (layer.lora_a, layer.lora_b, layer.scaling))
+    every = (one for part in parts for one in (part if isinstance(part, (list, tuple)) else (part,)))
+    return (one if isinstance(one, Tensor) else torch.tensor(float(one)) for one in every if one is not None)

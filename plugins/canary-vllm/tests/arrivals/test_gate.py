@@ -279,3 +279,13 @@ def test_what_one_rank_was_brought_is_served_by_none(rank, steps, policy):
     )  # fmt: skip
     ends = {"right": 4, "error": 0} if policy == "recompute" else {"right": 2, "error": 2}
     assert told == {"asked": 4, "wrong": 0, **ends, "ranks": [2 * (rank == 0), 2 * (rank == 1)]}
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.takes_turns("test_a_verdict_may_come_when_the_next_step_has_been_issued, in one process")
+def test_a_verdict_of_another_process_comes_with_the_tokens():
+    """As on a GPU with asynchronous scheduling: a rank knows what its connector has brought when it knows the tokens,
+    and the scheduler, in a process of its own, gives these out before the rank's next step. No answer is wrong."""
+    settings = dict(CANARY_ON_VIOLATION="protect", CANARY_LEDGER_PRIVATE="RankedStore")
+    told = told_by("gate_ranks_script", "1", "0", "recompute", "4", "late", plugins="vllm", **settings)
+    assert told == {"asked": 4, "right": 4, "wrong": 0, "error": 0, "ranks": [0, 0]}

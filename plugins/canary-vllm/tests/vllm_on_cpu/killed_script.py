@@ -2,9 +2,10 @@
 
     python -m vllm_on_cpu.killed_script WHAT
 
-``WHAT``: ``worker``: one of two tensor-parallel workers; ``scheduler``: the engine core of two such workers, which is
-stopped first, so that it answers nobody; ``replica``: the engine core of one of two data-parallel replicas. With
-``CANARY_ON_VIOLATION=protect`` bits flip before, in what the requests then hit.
+``WHAT``: ``worker``: one of two tensor-parallel workers; ``stage``: the first of two stages of a pipeline;
+``scheduler``: the engine core of two tensor-parallel workers, which is stopped first, so that it answers nobody;
+``replica``: the engine core of one of two data-parallel replicas. With ``CANARY_ON_VIOLATION=protect`` bits flip
+before, in what the requests then hit.
 """
 
 import asyncio
@@ -18,8 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-VICTIMS = {"worker": "Worker_TP1", "scheduler": "EngineCore", "replica": "EngineCore_DP1"}
-SIZES = {"worker": "tensor_parallel_size", "scheduler": "tensor_parallel_size", "replica": "data_parallel_size"}
+from vllm_on_cpu.protect_script import STAGES
+
+VICTIMS = {"worker": "Worker_TP1", "stage": "Worker_PP0", "scheduler": "EngineCore", "replica": "EngineCore_DP1"}
+RANKS = {"tensor_parallel_size": 2}
+SIZES: dict[str, dict[str, Any]] = {
+    "worker": RANKS, "scheduler": RANKS, "replica": {"data_parallel_size": 2}, "stage": STAGES,
+}  # fmt: skip
 STOPPED_S = 60.0
 """Requests that have no answer after so long count as waiting for ever, and processes as left."""
 
@@ -41,7 +47,7 @@ def main() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    options: dict[str, Any] = {**OPTIONS, SIZES[what]: 2, "served_model_name": ["tiny"]}
+    options: dict[str, Any] = {**OPTIONS, **SIZES[what], "served_model_name": ["tiny"]}
     arguments = AsyncEngineArgs(model=models.folder("llama", Path(tempfile.mkdtemp())), **options)
     protects = os.environ.get("CANARY_ON_VIOLATION") == "protect"
     outputs, killed = 0, 0.0

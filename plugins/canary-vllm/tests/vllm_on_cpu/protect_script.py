@@ -1,11 +1,12 @@
-"""Two tensor-parallel workers and the scheduler in processes of their own; bits flip in the KV of one rank. Prints one
-line of JSON: ``asked`` requests that hit flipped blocks, how many answers were ``right`` and ``wrong``, and how many
-ended with an ``error``.
+"""Two workers and the scheduler in processes of their own; bits flip in the KV of one rank. Prints one line of JSON:
+``asked`` requests that hit flipped blocks, how many answers were ``right`` and ``wrong``, and how many ended with an
+``error``.
 
-    python -m vllm_on_cpu.protect_script RANK COUNT [late] [ray]
+    python -m vllm_on_cpu.protect_script RANK COUNT [late] [ahead] [stages] [ray]
 
-With ``late``, asynchronous scheduling, and each rank knows what it has found when it knows its tokens, as on a GPU.
-With ``ray``, the workers are Ray's.
+The workers are tensor-parallel, or the ``stages`` of a pipeline, which are given three requests at a time. With
+``late`` each rank knows what it has found when it knows its tokens, or has waited for its forward, as on a GPU. With
+``ahead``, asynchronous scheduling. With ``ray``, the workers are Ray's.
 """
 
 import json
@@ -16,19 +17,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+STAGES = dict(
+    # vLLM 0.32 on a CPU makes a stage's buffers while it compiles the model.
+    pipeline_parallel_size=2, enforce_eager=False, compilation_config={"mode": 2, "backend": "eager"},
+)  # fmt: skip
 PROMPTS = [[5 + 7 * i + j % (11 + i) for j in range(70 + i)] for i in range(3)]
 
 
-def flip(worker: Any, rank: int, turn: int) -> None:
-    """In a worker: flips a bit of the exponent at one place of each block of one layer, on one rank only."""
+def flip(worker: Any, rank: int, turn: int, tokens: bool = False) -> None:
+    """In a worker: flips a bit of the exponent at one place of each block of one layer, or there of each of the block's
+    ``tokens``, on one rank only."""
     import torch
 
     if worker.rank != rank:
         return
     layers = worker.model_runner.compilation_config.static_forward_context
     bits = [layer.kv_cache for layer in layers.values()][turn % len(layers)].view(torch.int32)
-    place = tuple(turn * 5 % size for size in bits.shape[1:])
-    bits[(slice(1, None), *place)] ^= 1 << 29
+    head, token, number = (turn * 5 % size for size in bits.shape[1:])
+    bits[1:, head, slice(None) if tokens else token, number] ^= 1 << 29
 
 
 def begin_ray() -> None:
@@ -51,14 +57,13 @@ def begin_ray() -> None:
 def main() -> None:
     """Each prompt once, then again and again with flips between."""
     # Ray's workers have a `__main__` of their own.
-    from vllm_on_cpu import models
+    from vllm_on_cpu import late_verdicts, models
     from vllm_on_cpu import protect_script as named
     from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS, as_asked_for
     from vllm_on_cpu.gate_ranks_script import attend
-    from vllm_on_cpu.late_verdicts import know_findings_with_tokens
 
     rank, count = map(int, sys.argv[1:3])
-    late = "late" in sys.argv
+    late, ahead, stages = (word in sys.argv for word in ("late", "ahead", "stages"))
     cores = sorted(os.sched_getaffinity(0))
     own = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     os.environ.update({**ENVIRONMENT, **own, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
@@ -66,28 +71,29 @@ def main() -> None:
         begin_ray()
     from vllm import LLM, SamplingParams
 
-    options = {**OPTIONS, "tensor_parallel_size": 2, "async_scheduling": late}
+    options = {**OPTIONS, "async_scheduling": ahead, **(STAGES if stages else {"tensor_parallel_size": 2})}
     if "ray" in sys.argv:
         options["distributed_executor_backend"] = "ray"
     with as_asked_for():
         llm = LLM(model=models.folder("llama", Path(tempfile.mkdtemp())), **options)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
 
-    def serve(prompt: list[int]) -> tuple[list[int], str]:
-        (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        return list(answer.outputs[0].token_ids), str(answer.outputs[0].finish_reason)
+    def serve(numbers: list[int]) -> list[tuple[list[int], str]]:
+        answers = llm.generate([{"prompt_token_ids": PROMPTS[one]} for one in numbers], params, use_tqdm=False)
+        return [(list(answer.outputs[0].token_ids), str(answer.outputs[0].finish_reason)) for answer in answers]
 
     llm.collective_rpc(attend)
-    right = [serve(prompt)[0] for prompt in PROMPTS]
+    every = list(range(len(PROMPTS)))
+    right = [answer for answer, _ in serve(every)]
     if late:
-        llm.collective_rpc(know_findings_with_tokens)
+        llm.collective_rpc(late_verdicts.begin)
     told = dict.fromkeys(("asked", "right", "wrong", "error"), 0)
     for turn in range(count):
-        number = turn % len(PROMPTS)
-        llm.collective_rpc(partial(named.flip, rank=rank, turn=turn))
-        answer, ended = serve(PROMPTS[number])
-        told["asked"] += 1
-        told["error" if ended == "error" else "right" if answer == right[number] else "wrong"] += 1
+        numbers = every if stages else [turn % len(PROMPTS)]
+        llm.collective_rpc(partial(named.flip, rank=rank, turn=turn, tokens=stages))
+        for number, (answer, ended) in zip(numbers, serve(numbers), strict=True):
+            told["asked"] += 1
+            told["error" if ended == "error" else "right" if answer == right[number] else "wrong"] += 1
     llm.llm_engine.engine_core.shutdown()
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()

@@ -6,32 +6,29 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import BlockVerdict, HashChain, Tries, VerdictWay
+from canary_adapters import BlockVerdict, HashChain, Tries, UnderWay, VerdictWay
 from canary_core import CanaryConfig, Event, Patches, Verdict, Writers, hookimpl
+from canary_vllm.allocator import messages
 from canary_vllm.session import Session
 
 
 class Protection:
     """Receives verdicts of this process's workers, or of other processes by a `VerdictWay`, and acts before the
     scheduler takes the output of the verdicts' own step: no token of that step is given out for a request with such KV
-    (`Tries`; what ends has vLLM's finish reason ``error``).
-    ``sessions``: of the runners at work, a verdict's own. ``tell``: names the engine in an event, and hands the event
-    to all plugins.
+    (`Tries`; what ends has vLLM's finish reason ``error``). ``sessions``: of the runners at work, a verdict's own.
+    ``tell``: names the engine in an event, and hands the event to all plugins.
 
     Requests with blocks that a connector failed to load are left to vLLM's own ``kv_load_failure_policy``, where that
     is right. With protect nothing is loaded for a request that is computed again: the same would come.
     """
 
     def __init__(
-        self,
-        config: CanaryConfig,
-        sessions: Callable[[], Iterable[Session]],
-        tell: Callable[[Event], None],
+        self, config: CanaryConfig, sessions: Callable[[], Iterable[Session]], tell: Callable[[Event], None]
     ) -> None:
         self._mode = config.on_violation
         self._sessions = sessions
         self._tell = tell
-        self._schedulers: dict[int, HashChain] = {}
+        self._schedulers: dict[int, tuple[HashChain, UnderWay]] = {}
         self._patches = Patches()
         self._tries = Tries[str](self._mode, {})
         self._ended: list[Any] = []
@@ -50,7 +47,7 @@ class Protection:
 
     def joined(self, scheduler: Any) -> None:
         """A scheduler runs in the process."""
-        self._schedulers[id(scheduler)] = chain = HashChain()
+        self._schedulers[id(scheduler)] = chain, _ = HashChain(), UnderWay()
         self.way.joined(scheduler.vllm_config)
         if self._mode == "protect":
             self._patches.follow(scheduler.kv_cache_manager.block_pool, "cache_full_blocks", partial(_cached, chain))
@@ -68,6 +65,10 @@ class Protection:
         self._schedulers.clear()
         self.way.close()
 
+    def scheduled(self, scheduler: Any, output: Any) -> None:
+        """``scheduler`` has made the batch ``output``."""
+        self._schedulers[id(scheduler)][1].made(messages.begun(output))
+
     def act(self, scheduler: Any, made: Any = None) -> None:
         """Before ``scheduler`` takes the output ``made``, or makes its next batch."""
         found = self.way.take(scheduler.vllm_config)
@@ -76,10 +77,12 @@ class Protection:
         if found or (failed and self._mode == "protect"):
             self._act(scheduler, found, failed, made)
 
-    def ended(self, outputs: dict[int, Any]) -> None:
-        """Adds the ends of requests to the ``outputs`` that the scheduler gives out, by client."""
+    def ended(self, scheduler: Any, outputs: dict[int, Any]) -> None:
+        """Adds the ends of requests to the ``outputs`` that ``scheduler`` gives out, by client, after `act`."""
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
+        if id(scheduler) in self._schedulers:
+            self._schedulers[id(scheduler)][1].taken()
         ended, self._ended = self._ended, []
         for request in ended:
             client = outputs.setdefault(request.client_index, EngineCoreOutputs())
@@ -98,15 +101,22 @@ class Protection:
         again = failed if self._mode == "protect" and not fails else set()
         found = [*found, *(BlockVerdict("not_loaded", block=block, stands=True) for block in sorted(again))]
         left = failed if fails else again if recomputes(scheduler) else set()
-        ahead = int(bool(scheduler.vllm_config.scheduler_config.async_scheduling))
+        blocks, (_, under_way) = scheduler.kv_cache_manager.block_pool.blocks, self._schedulers[id(scheduler)]
+        # The last bytes of a hash are its group's.
+        hashes = {v.block: (blocks[v.block].block_hash or b"")[:-4] for v in found if v.of_all}
         concerned = []
         for request in scheduler.running:
             held = _held(scheduler, request)
             name = Writers.told(request.request_id)
-            own = [v for v in found if v.everything or name == v.request or (v.of_all and v.block in held)]
+            # It may have hit what was computed from a block that is outside of its window.
+            hit = set(request.block_hashes) if self._mode == "protect" and request.request_id in under_way else ()
+            after = {block for block, hash in hashes.items() if block not in held and hash in hit}
+            own = [v for v in found if v.everything or name == v.request or (v.of_all and v.block in held | after)]
             own = [v for v in own if not self._tries.taken_back(request.request_id, v.step)]
             if own and (left.isdisjoint(held) or not (fails or left.issuperset(v.block for v in own))):
-                concerned.append((request, own))
+                # Tokens that it had before it hit that stand.
+                stands = all(v.stands or v.block in after for v in own) or not request.num_output_tokens
+                concerned.append((request, own, stands))
             elif own and not fails:
                 self._left(request, own[0])
                 # Whoever has it, too, must not read it before it is computed again.
@@ -118,9 +128,8 @@ class Protection:
         if self._mode != "abort":
             self._evict(scheduler, found)
         ending = []
-        for request, own in reversed(concerned):
-            stands = all(v.stands for v in own) or not request.num_output_tokens
-            if self._tries.again(request.request_id, stands, max(v.step for v in own) + ahead):
+        for request, own, stands in reversed(concerned):
+            if self._tries.again(request.request_id, stands, max(v.step for v in own) + under_way.ahead):
                 preempt(scheduler, request, made)
                 self._told("recomputed", request, own[0])
             else:
@@ -143,12 +152,12 @@ class Protection:
         self._tell(Event(name, "error" if name == "aborted" else "warning", about))
 
     def _evict(self, scheduler: Any, found: Sequence[BlockVerdict]) -> None:
-        pool, chain = scheduler.kv_cache_manager.block_pool, self._schedulers[id(scheduler)]
+        pool, (chain, _) = scheduler.kv_cache_manager.block_pool, self._schedulers[id(scheduler)]
         blocks = {v.block for v in found if v.block >= 0}
         cached = {b.block_id: b.block_hash for b in pool.blocks if b.block_hash is not None and not b.is_null}
         evicted = blocks & cached.keys()
         if self._mode == "protect":
-            # The last bytes of a hash are its group's. Each layer computes from the others, in whatever group.
+            # Each layer computes from the others, in whatever group.
             groups = {hash[-4:] for hash in cached.values()}
             everything = len(groups) > 1 or any(v.everything for v in found)
             evicted = set(cached) if everything else chain.after(evicted, cached)
@@ -158,12 +167,13 @@ class Protection:
             self._tell(Event("quarantined", "warning", about))
 
 
-def _cached(chain: HashChain, _: Any, request: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
+def _cached(
+    chain: HashChain, _: Any, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *a: Any, **k: Any
+) -> None:
     """After `cache_full_blocks`: the blocks of ``request`` that are in the prefix cache now."""
-    first = kwargs["num_cached_blocks"] if "num_cached_blocks" in kwargs else args[0]
-    end = kwargs["num_full_blocks"] if "num_full_blocks" in kwargs else args[1]
     # Of what was cached before, the chain asks for the last one.
-    chain.note([block.block_hash for block in blocks[max(first - 1, 0) : end]], min(first, 1))
+    blocks = blocks[max(num_cached_blocks - 1, 0) : num_full_blocks]
+    chain.note([block.block_hash for block in blocks], min(num_cached_blocks, 1))
 
 
 def _held(scheduler: Any, request: Any) -> set[int]:

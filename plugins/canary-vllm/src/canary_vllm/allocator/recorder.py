@@ -1,8 +1,7 @@
 """`BlockRecorder`: records one scheduler's actions on its blocks, in the scheduler's process."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from canary_adapters import (
@@ -11,6 +10,7 @@ from canary_adapters import (
     BlockLoad,
     BlockMessage,
     BlockSort,
+    Sheltered,
     add_event,
     error_text,
     follow_releases,
@@ -48,11 +48,12 @@ class BlockRecorder:
         drafted = int(getattr(scheduler, "num_spec_tokens", 0) or 0)
         lists = AnswerLists(lambda: scheduler.running, lambda: scheduler.requests, drafted)
         self._answers: AnswerLists | None = lists
+        self._lists = Sheltered(self._unlisted, "tokens that the scheduler appends are not compared")
         self._request: str | None = None
         self._fresh: set[int] = set()
         self.told: list[Callable[[Any], None]] = []
         """Called with each output of the scheduler."""
-        self._guard = functools.partial(_Guard, self)
+        self._guard = functools.partial(Sheltered, self.broke)
         self._patches = Patches(self._guard)
         pool = self._manager.block_pool
         follow = self._patches.follow
@@ -82,8 +83,8 @@ class BlockRecorder:
         traced = ((r.request_id, (getattr(r, "trace_headers", None) or {}).get("traceparent")) for r in new)
         self._message.traces = {name: traceparent for name, traceparent in traced if traceparent}
         setattr(output, messages.ATTRIBUTE, self._message)
-        with self._lists() as lists:
-            parts = None if lists is None else lists.next(output.total_num_scheduled_tokens)
+        with self._lists:
+            parts = self._answers and self._answers.next(output.total_num_scheduled_tokens)
             if parts is not None:
                 setattr(output, messages.ANSWERS, parts)
         self._message = BlockMessage(self._message.number + 1, broken=self._message.broken)
@@ -95,20 +96,15 @@ class BlockRecorder:
         """Restores the pool's functions."""
         self._patches.undo()
 
-    @contextmanager
-    def _lists(self) -> Iterator[AnswerLists | None]:
+    def _unlisted(self, where: str, error: Exception) -> None:
         """Blocks are followed all the same where lists of answers can't be."""
-        try:
-            yield self._answers
-        except Exception as error:
-            self._answers = None
-            reason = f"tokens that the scheduler appends are not compared: {error_text(error)}"
-            emit(Event("hooks_left_out", "error", {"reason": reason}))
+        self._answers = None
+        emit(Event("hooks_left_out", "error", {"reason": f"{where}: {error_text(error)}"}))
 
     def _freed(self, _: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        with self._lists() as lists:
-            if lists is not None and request.is_finished():
-                lists.ended(request)
+        with self._lists:
+            if self._answers is not None and request.is_finished():
+                self._answers.ended(request)
 
     def _note(self, sort: BlockSort, blocks: Iterable[Any]) -> None:
         self._put(sort, [block.block_id for block in blocks if not block.is_null])
@@ -123,10 +119,11 @@ class BlockRecorder:
         if not self._fresh.isdisjoint(numbers):
             self._put("forget", [number for number in numbers if number in self._fresh])
 
-    def _cached(self, _: Any, request: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
-        first = kwargs["num_cached_blocks"] if "num_cached_blocks" in kwargs else args[0]
-        end = kwargs["num_full_blocks"] if "num_full_blocks" in kwargs else args[1]
-        self._fresh.update(block.block_id for block in blocks[first:end] if not block.is_null)
+    def _cached(
+        self, _: Any, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *args: Any, **kwargs: Any
+    ) -> None:
+        new = blocks[num_cached_blocks:num_full_blocks]
+        self._fresh.update(block.block_id for block in new if not block.is_null)
 
     def _evicted(self, evicted: bool, block: Any) -> None:
         if evicted and block.ref_cnt == 0:
@@ -193,18 +190,3 @@ class BlockRecorder:
         reason = f"{where}: {error_text(error)}"
         self._message.broken = reason
         emit(Event("lifetime_off", "error", {"reason": reason, "regions": []}))
-
-
-class _Guard:
-    __slots__ = ("_recorder", "_where")
-
-    def __init__(self, recorder: BlockRecorder, where: str) -> None:
-        self._recorder, self._where = recorder, where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if isinstance(error, Exception):
-            self._recorder.broke(self._where, error)
-        return isinstance(error, Exception)

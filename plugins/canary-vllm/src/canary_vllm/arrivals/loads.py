@@ -7,6 +7,7 @@ import torch
 
 from canary_adapters import BlockLoad, BlockLoads, BlockMessage, CompleteBlocks, upload
 from canary_core import Canary, Origin, Patches
+from canary_vllm.allocator import messages
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors
 from canary_vllm.pools.pool import Group
@@ -18,9 +19,8 @@ class Loads:
     The scheduler names the blocks a connector will fill, and the tokens (`BlockMessage.loads`). Blocks found bad by
     ``brought`` join those whose load failed by the connector's own word, so that vLLM's ``kv_load_failure_policy``
     applies; of several ranks vLLM joins the sets. ``groups``: all guarded ones; what comes for states is unknown. For
-    drafts it is judged by what lay there before alone, since nobody knows when it is stored.
-
-    Complete blocks of each forward count as stored: any store of a connector, at any time, is among them.
+    drafts it is judged by what lay there before alone, since nobody knows when it is stored. Complete blocks of each
+    forward count as stored: any store of a connector, at any time, is among them.
     """
 
     def __init__(
@@ -42,10 +42,8 @@ class Loads:
             self._patches.wrap(connector, "get_block_ids_with_load_errors", self._loads)
             if self.brought.gated:
                 self._patches.wrap(connector, connectors.ends(connector), self._ends)
-        begun = {new.req_id for new in output.scheduled_new_reqs}
-        begun.update(getattr(output.scheduled_cached_reqs, "resumed_req_ids", ()))
         before = computed_before(output)
-        self._complete.begin(output.finished_req_ids, begun, before)
+        self._complete.begin(output.finished_req_ids, messages.begun(output), before)
         loads = message.loads if message is not None else []
         for load in loads:
             self._forget(load)

@@ -16,6 +16,11 @@ WORKER = "vllm.v1.worker.worker_base.WorkerWrapperBase"
 WORKER_END = HookTarget(f"{WORKER}.shutdown")
 """If unfit, guarded memory is not released at the end of its engine."""
 
+PROCESS = "vllm.v1.executor.multiproc_executor.WorkerProc"
+STAGES = (HookTarget(f"{PROCESS}.worker_busy_loop"), HookTarget(f"{PROCESS}.async_output_busy_loop"))
+LATER = "vllm.v1.outputs.AsyncModelRunnerOutput"
+"""If one is unfit, an output does not wait for findings of pipeline stages before the last."""
+
 CORE = "vllm.v1.engine.core.EngineCoreProc"
 IDLE = (HookTarget(f"{CORE}.has_work"), HookTarget(f"{CORE}.is_running"))
 """If one is unfit, nothing is computed again by an engine that serves nobody."""

@@ -26,7 +26,6 @@ GUARDED = ("FullAttention", "MLA", "SlidingWindow", "Mamba", "CrossAttention", "
 """Parts of the names of supported kinds of groups. Others keep and drop blocks in ways of their own: with such layers
 in a group no forward is checked."""
 
-
 HELD = ("tokens", "drafts", "encoder", "states")
 """Contents of groups, in the order of regions."""
 

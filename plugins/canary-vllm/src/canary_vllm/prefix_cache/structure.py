@@ -28,10 +28,6 @@ def _stale(pool: Any) -> Iterator[BlockBreach]:
 
 def _held(manager: Any) -> Counter[int]:
     """In how many requests each block is."""
-    pool = manager.block_pool
-    held: Counter[int] = Counter()
-    for single in manager.coordinator.single_type_managers:
-        if single.block_pool is pool:
-            for blocks in single.req_to_blocks.values():
-                held.update({block.block_id for block in blocks if not block.is_null})
-    return held
+    every = (one for one in manager.coordinator.single_type_managers if one.block_pool is manager.block_pool)
+    held = ({b.block_id for b in blocks if not b.is_null} for one in every for blocks in one.req_to_blocks.values())
+    return Counter(chain.from_iterable(held))
