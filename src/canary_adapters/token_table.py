@@ -66,13 +66,16 @@ class Prompts:
         decode, at next to no cost."""
         if self._open.isdisjoint(requests):
             return None
-        prompts = [self._prompts.get(name) for name in requests]
-        counts = computed()
-        ends = [count + more for count, more in zip(counts, new, strict=True)]
-        open_ = [prompt is not None and count < len(prompt) for prompt, count in zip(prompts, counts, strict=True)]
-        self._open.difference_update(name for name, is_open in zip(requests, open_, strict=True) if not is_open)
-        if not any(open_):
-            return None
-        longest = max(end for end, is_open in zip(ends, open_, strict=True) if is_open)
-        known = [prompt if is_open else None for prompt, is_open in zip(prompts, open_, strict=True)]
-        return token_table(known, int(longest), self._device)
+        known: list[Tensor | None] = []
+        longest = 0
+        # In one pass: the engine waits for its host where a request begins.
+        for name, count, more in zip(requests, computed(), new, strict=True):
+            prompt = self._prompts.get(name)
+            if prompt is None or count >= len(prompt):
+                self._open.discard(name)
+                known.append(None)
+                continue
+            known.append(prompt)
+            if count + more > longest:
+                longest = count + more
+        return token_table(known, int(longest), self._device) if longest else None

@@ -181,14 +181,16 @@ class Hooks:
             internal.hear(made)
         # After an exception of ours no more are looked at.
         if (roll_call := self._roll_calls.pop(id(scheduler.vllm_config), None)) is not None:
-            with self._sheltered("outputs are not looked at"):
-                given: Any = kwargs.get("scheduler_output", args[0] if args else None)
+            given: Any = kwargs.get("scheduler_output", args[0] if args else None)
+            try:
                 roll_call.output(getattr(made, MARK, None), int(given.total_num_scheduled_tokens))
                 self._roll_calls[id(scheduler.vllm_config)] = roll_call
+            except Exception as error:
+                self._failed("outputs are not looked at", error)
 
     def _given(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         if (session := self._sessions.get(id(getattr(wrapper.worker, "model_runner", None)))) is not None:
-            with session.canary.guard("give"):
+            with session.giving:
                 session.give(kwargs.get("scheduler_output", args[0] if args else None))
         return original()
 
@@ -198,13 +200,17 @@ class Hooks:
         return self._run(session, original, True)
 
     def _run(self, session: Session, run: Callable[[], Any], leaves: bool) -> Any:
-        with self._telling.only(session):
+        telling = self._telling.begin((session,))
+        try:
             made = run()
-            with session.canary.guard("mark"):
-                if leaves:
-                    session.leaves()
-                judge = functools.partial(self._judge, session) if leaves else None
-                mark(made, session.word, session.recomputed.wanted, judge)
+            if leaves or made is not None:
+                with session.marking:
+                    if leaves:
+                        session.leaves()
+                    judge = functools.partial(self._judge, session) if leaves else None
+                    mark(made, session.word, session.recomputed.wanted, judge)
+        finally:
+            self._telling.end(telling)
         return made
 
     def _judge(self, session: Session) -> None:
@@ -218,9 +224,12 @@ class Hooks:
         try:
             yield
         except Exception as error:
-            if self._config is not None and self._config.mode == "raise":
-                raise
-            self._left_out(what, [error_text(error)])
+            self._failed(what, error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        if self._config is not None and self._config.mode == "raise":
+            raise error
+        self._left_out(what, [error_text(error)])
 
     def _execute(self, original: Callable[[], Any], runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(runner))
@@ -282,14 +291,16 @@ class Hooks:
 
     def _act(self, scheduler: Any, made: Any = None) -> None:
         if self._protection is not None and id(scheduler) in self._recorders:
-            own = [session for session in self.sessions if session.runner.vllm_config is scheduler.vllm_config]
-            with self._telling.only(*own):
-                try:
-                    for session in own:
-                        session.leaves()
-                    self._protection.act(scheduler, made)
-                except Exception as error:
-                    self._tell(Event("quarantine_failed", "error", {"reason": error_text(error)}))
+            own = [one for one in self._sessions.values() if one.runner.vllm_config is scheduler.vllm_config]
+            telling = self._telling.begin(own)
+            try:
+                for session in own:
+                    session.leaves()
+                self._protection.act(scheduler, made)
+            except Exception as error:
+                self._tell(Event("quarantine_failed", "error", {"reason": error_text(error)}))
+            finally:
+                self._telling.end(telling)
 
     def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._roll_calls.pop(id(scheduler.vllm_config), None)

@@ -89,8 +89,11 @@ class Session:
             self.canary.step.ranks.join(runners.group(runner.vllm_config))
         self.groups = pool.groups
         """The guarded groups."""
+        guard = self.canary.guard
+        self.giving, self.marking, self._taking = guard("give"), guard("mark"), guard("answers")
+        self._scheduling, self._sampling, self._delivering = guard("scheduled"), guard("sampled"), guard("recompute")
         encoder = [group for group in self.groups if group.holds == "encoder"]
-        self._encoder = EncoderReads(self.canary, runner, encoder, self.requests)
+        self._encoder = EncoderReads(self.canary, runner, encoder, self.requests) if encoder else None
         decoder = [group for group in self.groups if group.holds != "encoder"]
         self._v1 = V1Batches(runner, decoder, self.requests)
         self._v2 = V2Batches(decoder, self.requests)
@@ -107,6 +110,7 @@ class Session:
         origin = connectors.origin(runner, config.ledger_private)
         drafted = runners.drafted(runner)
         self._tokens = [group for group in self.groups if group.holds == "tokens"]
+        self._states = [group for group in self.groups if group.holds == "states" and group.page > 1]
         self._drafts = DraftForwards(self.canary, [g.region for g in self.groups if g.holds == "drafts"], drafted)
         self._patches = Patches(self.canary.guard)
         if len(self._tokens) < len(self.groups) and runners.drafter(runner) is not None:
@@ -177,9 +181,10 @@ class Session:
     def execute(self, original: Callable[[], Any], output: Any) -> Any:
         """Runs ``original``, the runner's work for ``output`` of the scheduler. Raises any exception of ``original``,
         and `ViolationError` in raise mode."""
-        # Some of vLLM's executors, and its warm-up, call the runner and pass its worker by.
-        with self.canary.guard("give"):
-            self.give(output)
+        if output is not self._given:
+            # Some of vLLM's executors, and its warm-up, call the runner and pass its worker by.
+            with self.giving:
+                self.give(output)
         self._given = None
         if not self.canary.enabled:
             return original()
@@ -190,12 +195,12 @@ class Session:
             step.join()
             self._shards.begin()
             if self._answers is not None:
-                with self.canary.guard("answers"):
+                with self._taking:
                     self._answers.take(messages.answers(output))
             self._output = self._pending = output
             if self._overlap is not Overlap.ALL or getattr(output, "kv_cache_block_copies", None):
                 self._scheduled()
-            new = (request.req_id for request in output.scheduled_new_reqs)
+            new = output.scheduled_new_reqs and [request.req_id for request in output.scheduled_new_reqs]
             watched = self.recomputed.attention.forward(new, output.num_scheduled_tokens, lambda: self._names)
             try:
                 with watched:
@@ -213,7 +218,8 @@ class Session:
             if begun:
                 step.after()
                 step.end()
-                self._encoder.end()
+                if self._encoder is not None:
+                    self._encoder.end()
             elif self._unseen < UNSEEN and output.total_num_scheduled_tokens:
                 self._unseen += 1
                 if self._unseen == UNSEEN:
@@ -221,7 +227,7 @@ class Session:
                     self.canary.tell(Event("silence", "error", {"reason": reason}))
             if self._loads is not None:
                 self._loads.computed(output)
-            with self.canary.guard("recompute"):
+            with self._delivering:
                 deliver(output, self.recomputed)
         return result
 
@@ -233,10 +239,11 @@ class Session:
         if self._scales is not None and output.scheduled_new_reqs:
             with self.canary.guard("scales"):
                 self._scales.look()
-        with self.canary.guard("scheduled"):
-            self.requests.notice(output)
-            self._encoder.notice(output)
+        with self._scheduling:
             message = messages.attached(output)
+            self.requests.notice(output, message)
+            if self._encoder is not None:
+                self._encoder.notice(output)
             given = partial(messages.given, output)
             self.lifetime.replay(message, given)
             if message is not None and self.canary.step.stores.on and len(self.groups) > 1:
@@ -259,8 +266,11 @@ class Session:
             return original()
         self._unseen = UNSEEN
         self._scheduled()
-        view = partial(self._view, self._v1, self._output, self.runner.input_batch)
-        self._names = self.runner.input_batch.req_ids
+        inputs = self.runner.input_batch
+        self._names = inputs.req_ids
+        view = partial(self._view, self._v1, self._output, inputs)
+        if self._encoder is None:
+            return self.canary.step.run(original, view, overlap=Overlap.CHECK)
         self._encoder.begin()
         result = self.canary.step.run(original, view, overlap=Overlap.CHECK)
         self._encoder.end()
@@ -269,7 +279,7 @@ class Session:
     def sampled(self, output: Any, about: Any) -> None:
         """The runner has sampled ``output`` for the last forward. ``about``: V1: the drafted tokens; V2: the batch."""
         if self.canary.sampled.followed:
-            with self.canary.guard("sampled"):
+            with self._sampling:
                 v2 = isinstance(output, tuple)
                 given = sampled.of_v2(output[0], about) if v2 else sampled.of_v1(self.runner, output, about)
                 self.canary.sampled.give(*given)
@@ -282,7 +292,7 @@ class Session:
     def begin(self, attention: Any = None) -> None:
         """V2: the forward of the prepared batch is issued next. ``attention``: the metadata of the layers."""
         self._attention, self._unseen = attention, UNSEEN
-        if self._prepared is not None:
+        if self._prepared is not None and self._encoder is not None:
             self._encoder.begin(self._prepared)
         self._issued_first = self._prepared is not None and self.canary.step.issues_first(self._overlap)
         if not self._issued_first:
@@ -304,7 +314,8 @@ class Session:
         view = batches.view(batch)
         if view is not None:
             view = self._drafts.split(view)
-            self._move_states(batch, inputs)
+            if self._states:
+                self._move_states(batch, inputs)
         if view is not None and self.canary.step.tables.due:
             given = [one for g in self._tokens for one in metadata.given(self.runner, self.canary, g, self._attention)]
             self._lists.compare(view, given, lambda g: self.requests.blocks.of(inputs.req_ids[: view.rows], g.group))
@@ -312,15 +323,12 @@ class Session:
 
     def _move_states(self, batch: Any, inputs: Any) -> None:
         """For states in the prefix cache: the runner has copied states that go on in another block."""
-        groups = [group for group in self.groups if group.holds == "states" and group.page > 1]
-        if not groups:
-            return
         names = inputs.req_ids[: int(inputs.num_reqs)]
         if isinstance(batch, Prepared):
             computed, new = inputs.num_computed_tokens_np.tolist(), inputs.num_scheduled_tokens.tolist()
         else:
             computed, new = inputs.num_computed_tokens_cpu.tolist(), [batch.num_scheduled_tokens[n] for n in names]
-        for group in groups:
+        for group in self._states:
             held = self.requests.blocks.of(names, group.number)
             pairs = moved_states(group.page, computed[: len(names)], new[: len(names)], held)
             if pairs:

@@ -78,6 +78,8 @@ class Protection:
 
     def ended(self, outputs: dict[int, Any]) -> None:
         """Adds the ends of requests to the ``outputs`` that the scheduler gives out, by client."""
+        if not self._ended:
+            return
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
         ended, self._ended = self._ended, []

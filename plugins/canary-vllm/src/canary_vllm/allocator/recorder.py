@@ -1,8 +1,7 @@
 """`BlockRecorder`: records one scheduler's actions on its blocks, in the scheduler's process."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from canary_adapters import (
@@ -77,16 +76,22 @@ class BlockRecorder:
         if self._sweep_interval and number and number % self._sweep_interval == 0:
             with self._guard("sweep"):
                 self._message.swept = sweep(self._manager)
-        new = [self._requests.get(request.req_id) for request in output.scheduled_new_reqs]
-        self._message.salts = {r.request_id: r.cache_salt for r in new if getattr(r, "cache_salt", None)}
-        traced = ((r.request_id, (getattr(r, "trace_headers", None) or {}).get("traceparent")) for r in new)
-        self._message.traces = {name: traceparent for name, traceparent in traced if traceparent}
+        for new in output.scheduled_new_reqs:
+            request = self._requests.get(new.req_id)
+            if salt := getattr(request, "cache_salt", None):
+                self._message.salts[new.req_id] = salt
+            if traceparent := (getattr(request, "trace_headers", None) or {}).get("traceparent"):
+                self._message.traces[new.req_id] = traceparent
         setattr(output, messages.ATTRIBUTE, self._message)
-        with self._lists() as lists:
-            parts = None if lists is None else lists.next(output.total_num_scheduled_tokens)
-            if parts is not None:
-                setattr(output, messages.ANSWERS, parts)
-        self._message = BlockMessage(self._message.number + 1, broken=self._message.broken)
+        if self._answers is not None:
+            try:
+                parts = self._answers.next(output.total_num_scheduled_tokens)
+            except Exception as error:
+                self._no_lists(error)
+            else:
+                if parts is not None:
+                    setattr(output, messages.ANSWERS, parts)
+        self._message = BlockMessage(number + 1, broken=self._message.broken)
         self._fresh.clear()
         for told in self.told:
             told(output)
@@ -95,20 +100,19 @@ class BlockRecorder:
         """Restores the pool's functions."""
         self._patches.undo()
 
-    @contextmanager
-    def _lists(self) -> Iterator[AnswerLists | None]:
+    def _no_lists(self, error: Exception) -> None:
         """Blocks are followed all the same where lists of answers can't be."""
-        try:
-            yield self._answers
-        except Exception as error:
-            self._answers = None
-            reason = f"tokens that the scheduler appends are not compared: {error_text(error)}"
-            emit(Event("hooks_left_out", "error", {"reason": reason}))
+        self._answers = None
+        reason = f"tokens that the scheduler appends are not compared: {error_text(error)}"
+        emit(Event("hooks_left_out", "error", {"reason": reason}))
 
     def _freed(self, _: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        with self._lists() as lists:
-            if lists is not None and request.is_finished():
-                lists.ended(request)
+        if self._answers is not None:
+            try:
+                if request.is_finished():
+                    self._answers.ended(request)
+            except Exception as error:
+                self._no_lists(error)
 
     def _note(self, sort: BlockSort, blocks: Iterable[Any]) -> None:
         self._put(sort, [block.block_id for block in blocks if not block.is_null])
