@@ -45,8 +45,12 @@ class Patches:
             @functools.wraps(original)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
-                with guard:
+                try:
                     told(result, *args, **kwargs)
+                except Exception:
+                    # Not entered where nothing fails: that is two more calls in each of an engine's own.
+                    with guard:
+                        raise
                 return result
 
             return wrapper

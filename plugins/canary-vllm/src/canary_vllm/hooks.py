@@ -1,8 +1,7 @@
 """`Hooks`: code around vLLM's own functions, of runners, scheduler and connectors."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from canary_adapters import MARK, RollCall, SchedulerRequests, Telling, answer, error_text, mark
@@ -162,7 +161,7 @@ class Hooks:
         """All workers of an engine have their KV cache, and there is no scheduler yet."""
         if self._config is None or self._config.mode == "off":
             return
-        with self._sheltered("workers are not asked whether they are guarded"):
+        try:
             self._roll_calls.pop(id(core.vllm_config), None)
             pipe = None if self._protection is None else self._protection.way.pipe(core.vllm_config)
             roll_call, deaf = workers.call(core, self._config, "" if pipe is None else pipe.path)
@@ -174,6 +173,8 @@ class Hooks:
             if deaf:
                 reason = f"ranks {deaf} can't tell the scheduler's process what they find: they run on other machines"
                 emit(Event("quarantine_failed", "error", {"reason": f"{reason}, or are unguarded", "ranks": deaf}))
+        except Exception as error:
+            self._failed("workers are not asked whether they are guarded", error)
 
     def _returned(self, _: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         made = kwargs.get("model_runner_output", args[-1] if args else None)
@@ -181,8 +182,8 @@ class Hooks:
             internal.hear(made)
         # After an exception of ours no more are looked at.
         if (roll_call := self._roll_calls.pop(id(scheduler.vllm_config), None)) is not None:
-            given: Any = kwargs.get("scheduler_output", args[0] if args else None)
             try:
+                given: Any = kwargs.get("scheduler_output", args[0] if args else None)
                 roll_call.output(getattr(made, MARK, None), int(given.total_num_scheduled_tokens))
                 self._roll_calls[id(scheduler.vllm_config)] = roll_call
             except Exception as error:
@@ -190,7 +191,7 @@ class Hooks:
 
     def _given(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         if (session := self._sessions.get(id(getattr(wrapper.worker, "model_runner", None)))) is not None:
-            with session.giving:
+            with session.canary.guard("give"):
                 session.give(kwargs.get("scheduler_output", args[0] if args else None))
         return original()
 
@@ -204,7 +205,7 @@ class Hooks:
         try:
             made = run()
             if leaves or made is not None:
-                with session.marking:
+                with session.canary.guard("mark"):
                     if leaves:
                         session.leaves()
                     judge = functools.partial(self._judge, session) if leaves else None
@@ -218,15 +219,8 @@ class Hooks:
         with self._telling.only(session):
             session.canary.step.reader.judge()
 
-    @contextmanager
-    def _sheltered(self, what: str) -> Iterator[None]:
-        """An exception of ours reaches vLLM in raise mode only."""
-        try:
-            yield
-        except Exception as error:
-            self._failed(what, error)
-
     def _failed(self, what: str, error: Exception) -> None:
+        """An exception of ours reaches vLLM in raise mode only."""
         if self._config is not None and self._config.mode == "raise":
             raise error
         self._left_out(what, [error_text(error)])

@@ -89,11 +89,8 @@ class Session:
             self.canary.step.ranks.join(runners.group(runner.vllm_config))
         self.groups = pool.groups
         """The guarded groups."""
-        guard = self.canary.guard
-        self.giving, self.marking, self._taking = guard("give"), guard("mark"), guard("answers")
-        self._scheduling, self._sampling, self._delivering = guard("scheduled"), guard("sampled"), guard("recompute")
         encoder = [group for group in self.groups if group.holds == "encoder"]
-        self._encoder = EncoderReads(self.canary, runner, encoder, self.requests) if encoder else None
+        self._encoder = EncoderReads(self.canary, runner, encoder, self.requests)
         decoder = [group for group in self.groups if group.holds != "encoder"]
         self._v1 = V1Batches(runner, decoder, self.requests)
         self._v2 = V2Batches(decoder, self.requests)
@@ -183,7 +180,7 @@ class Session:
         and `ViolationError` in raise mode."""
         if output is not self._given:
             # Some of vLLM's executors, and its warm-up, call the runner and pass its worker by.
-            with self.giving:
+            with self.canary.guard("give"):
                 self.give(output)
         self._given = None
         if not self.canary.enabled:
@@ -195,7 +192,7 @@ class Session:
             step.join()
             self._shards.begin()
             if self._answers is not None:
-                with self._taking:
+                with self.canary.guard("answers"):
                     self._answers.take(messages.answers(output))
             self._output = self._pending = output
             if self._overlap is not Overlap.ALL or getattr(output, "kv_cache_block_copies", None):
@@ -218,8 +215,7 @@ class Session:
             if begun:
                 step.after()
                 step.end()
-                if self._encoder is not None:
-                    self._encoder.end()
+                self._encoder.end()
             elif self._unseen < UNSEEN and output.total_num_scheduled_tokens:
                 self._unseen += 1
                 if self._unseen == UNSEEN:
@@ -227,7 +223,7 @@ class Session:
                     self.canary.tell(Event("silence", "error", {"reason": reason}))
             if self._loads is not None:
                 self._loads.computed(output)
-            with self._delivering:
+            with self.canary.guard("recompute"):
                 deliver(output, self.recomputed)
         return result
 
@@ -239,11 +235,10 @@ class Session:
         if self._scales is not None and output.scheduled_new_reqs:
             with self.canary.guard("scales"):
                 self._scales.look()
-        with self._scheduling:
+        with self.canary.guard("scheduled"):
             message = messages.attached(output)
             self.requests.notice(output, message)
-            if self._encoder is not None:
-                self._encoder.notice(output)
+            self._encoder.notice(output)
             given = partial(messages.given, output)
             self.lifetime.replay(message, given)
             if message is not None and self.canary.step.stores.on and len(self.groups) > 1:
@@ -266,11 +261,8 @@ class Session:
             return original()
         self._unseen = UNSEEN
         self._scheduled()
-        inputs = self.runner.input_batch
-        self._names = inputs.req_ids
-        view = partial(self._view, self._v1, self._output, inputs)
-        if self._encoder is None:
-            return self.canary.step.run(original, view, overlap=Overlap.CHECK)
+        view = partial(self._view, self._v1, self._output, self.runner.input_batch)
+        self._names = self.runner.input_batch.req_ids
         self._encoder.begin()
         result = self.canary.step.run(original, view, overlap=Overlap.CHECK)
         self._encoder.end()
@@ -279,7 +271,7 @@ class Session:
     def sampled(self, output: Any, about: Any) -> None:
         """The runner has sampled ``output`` for the last forward. ``about``: V1: the drafted tokens; V2: the batch."""
         if self.canary.sampled.followed:
-            with self._sampling:
+            with self.canary.guard("sampled"):
                 v2 = isinstance(output, tuple)
                 given = sampled.of_v2(output[0], about) if v2 else sampled.of_v1(self.runner, output, about)
                 self.canary.sampled.give(*given)
@@ -292,7 +284,7 @@ class Session:
     def begin(self, attention: Any = None) -> None:
         """V2: the forward of the prepared batch is issued next. ``attention``: the metadata of the layers."""
         self._attention, self._unseen = attention, UNSEEN
-        if self._prepared is not None and self._encoder is not None:
+        if self._prepared is not None:
             self._encoder.begin(self._prepared)
         self._issued_first = self._prepared is not None and self.canary.step.issues_first(self._overlap)
         if not self._issued_first:

@@ -116,7 +116,8 @@ class Reader:
             self._findings.repairs.step()
         for late in self.late:
             late.read()
-        self.tell_late_compiles()
+        if LATE.untold:
+            self.tell_late_compiles()
 
     def tell_late_compiles(self) -> None:
         """Kernels that an engine has waited for since the last call."""

@@ -45,8 +45,7 @@ class BlockRecorder:
         self._manager, self._requests = scheduler.kv_cache_manager, scheduler.requests
         self._message = BlockMessage(0)
         drafted = int(getattr(scheduler, "num_spec_tokens", 0) or 0)
-        lists = AnswerLists(lambda: scheduler.running, lambda: scheduler.requests, drafted)
-        self._answers: AnswerLists | None = lists
+        self._answers = AnswerLists(lambda: scheduler.running, lambda: scheduler.requests, drafted)
         self._request: str | None = None
         self._fresh: set[int] = set()
         self.told: list[Callable[[Any], None]] = []
@@ -83,14 +82,9 @@ class BlockRecorder:
             if traceparent := (getattr(request, "trace_headers", None) or {}).get("traceparent"):
                 self._message.traces[new.req_id] = traceparent
         setattr(output, messages.ATTRIBUTE, self._message)
-        if self._answers is not None:
-            try:
-                parts = self._answers.next(output.total_num_scheduled_tokens)
-            except Exception as error:
-                self._no_lists(error)
-            else:
-                if parts is not None:
-                    setattr(output, messages.ANSWERS, parts)
+        parts = self._answers.next(output.total_num_scheduled_tokens)
+        if parts is not None:
+            setattr(output, messages.ANSWERS, parts)
         self._message = BlockMessage(number + 1, broken=self._message.broken)
         self._fresh.clear()
         for told in self.told:
@@ -100,19 +94,9 @@ class BlockRecorder:
         """Restores the pool's functions."""
         self._patches.undo()
 
-    def _no_lists(self, error: Exception) -> None:
-        """Blocks are followed all the same where lists of answers can't be."""
-        self._answers = None
-        reason = f"tokens that the scheduler appends are not compared: {error_text(error)}"
-        emit(Event("hooks_left_out", "error", {"reason": reason}))
-
     def _freed(self, _: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        if self._answers is not None:
-            try:
-                if request.is_finished():
-                    self._answers.ended(request)
-            except Exception as error:
-                self._no_lists(error)
+        if request.is_finished():
+            self._answers.ended(request)
 
     def _note(self, sort: BlockSort, blocks: Iterable[Any]) -> None:
         self._put(sort, [block.block_id for block in blocks if not block.is_null])

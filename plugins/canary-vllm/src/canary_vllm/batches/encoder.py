@@ -15,7 +15,7 @@ from canary_vllm.pools.pool import Group
 
 
 class EncoderReads:
-    """The groups of cross-attention, one at least. A request's first forward writes K and V of all its
+    """The groups of cross-attention; nothing is done without any. A request's first forward writes K and V of all its
     states, and each later one reads them all; positions count states. So a forward is followed by a step of these
     groups alone.
 
@@ -38,7 +38,7 @@ class EncoderReads:
         """Takes the scheduler's message for the next forward."""
         for name in output.finished_req_ids:
             self._inputs.pop(name, None)
-        for new in output.scheduled_new_reqs:
+        for new in output.scheduled_new_reqs if self._groups else ():
             features = getattr(new, "mm_features", None) or ()
             numbers = [n for f in features for n in [media_number(f.identifier)] * int(f.mm_position.length)]
             self._inputs[new.req_id] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -49,6 +49,8 @@ class EncoderReads:
         """The forward of the ``prepared`` batch (V2), or of the runner's own (V1), comes next. An audit expects its
         writes."""
         self._view = None
+        if not self._groups:
+            return
         with self._canary.guard("encoder"):
             self._view = self._batch(prepared)
             if self._view is not None:

@@ -53,11 +53,9 @@ class V1Batches(BatchAdapter[Any]):
             if last is None or last.entries is not entries or last.write_slots is not slots:
                 last = self._tables[region] = table_of(group, entries, slots, ends)
             tables[region] = last
-        token_ids = self._requests.tokens(
-            names, lambda: inputs.num_computed_tokens_cpu[:rows].tolist(), new,
-            first("tokens", runner.input_ids.gpu, tokens),
-        )  # fmt: skip
-        return self._requests.view(names, lengths, token_ids, tables, first("positions", runner.positions, tokens))
+        ids, positions = first("ids", runner.input_ids.gpu, tokens), first("positions", runner.positions, tokens)
+        own = self._requests.tokens(names, lambda: inputs.num_computed_tokens_cpu[:rows].tolist(), new, ids)
+        return self._requests.view(names, lengths, own, tables, positions)
 
 
 class V2Batches(BatchAdapter[Prepared]):

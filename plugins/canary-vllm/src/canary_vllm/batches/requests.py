@@ -60,8 +60,7 @@ class Requests:
             prompt = contents.prompt(self.writers, name, new)
             if prompt is not None:
                 self.prompts.give(name, prompt)
-        if self._begun:
-            self.identify()
+        self.identify()
         for load in getattr(message, "loads", ()):
             if load.request not in self._live:
                 # It waits for its KV, and begins once that is there.
