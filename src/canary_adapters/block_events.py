@@ -72,7 +72,8 @@ class BlockEvents:
             for event in run:
                 blocks += event.blocks
             counts.append(len(blocks) - before)
-        told = list(zip(runs, upload(blocks, self._canary.device).split(counts), strict=True))
+        numbers = upload(blocks, self._canary.device)
+        told = list(zip(runs, numbers.split(counts) if len(runs) > 1 else (numbers,), strict=True))
         changes: list[Any] = []
         ids: dict[str | None, int] = {None: -1}
         for run, numbers in told:

@@ -409,12 +409,7 @@ class SlotEvents:
         self, state: RegionState, about: tuple[Ownership, str, int], slots: Tensor, writer: Owner, ready: Ready = ()
     ) -> QueuedEvent:
         event, _, page_slots = about
-        op = getattr(self.workspace.backend, event)
-
-        def apply(tensors: list[Tensor]) -> None:
-            every = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            op(state, every, writer() if callable(writer) else writer, page_slots)
-
+        apply = partial(_apply, getattr(self.workspace.backend, event), state, writer, page_slots)
         key = None if callable(writer) else (*about, writer)
         return QueuedEvent(apply, [slots], list(ready), key=key, frees=event not in KEEPING)
 
@@ -430,3 +425,8 @@ class SlotEvents:
                 self._queue.put_arrival(partial(contents.mark_all, state, new))
             else:
                 self._queue.put_arrival(partial(contents.mark, self.workspace.backend, state, slots, new), slots)
+
+
+def _apply(op: Callable[..., None], state: RegionState, writer: Owner, page_slots: int, tensors: list[Tensor]) -> None:
+    every = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    op(state, every, writer() if callable(writer) else writer, page_slots)
