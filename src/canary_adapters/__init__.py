@@ -25,7 +25,7 @@ from canary_adapters.hash_chain import HashChain
 from canary_adapters.internal_requests import LEAST_TOKENS, InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.layer_stores import follow_stores
-from canary_adapters.lengths import Firsts, PrefixLens, UniformLens
+from canary_adapters.lengths import FirstRows, PrefixLens, UniformLens
 from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
@@ -113,7 +113,7 @@ __all__ = [
     "EmbeddingFilter",
     "EmbeddingPart",
     "EmbeddingShards",
-    "Firsts",
+    "FirstRows",
     "GivenBlocks",
     "GivenLens",
     "GrowingPool",

@@ -31,7 +31,7 @@ class UniformLens:
         return found
 
 
-class Firsts:
+class FirstRows:
     """The first elements of tensors that an engine keeps. The view of the last call is given again as long as tensor
     and number are the same, as in decode: an engine that takes another tensor gets a view of that one."""
 

@@ -1,8 +1,8 @@
-"""`PrefixLens`, `UniformLens` and `Firsts`: lengths of rows, from what attention reads."""
+"""`PrefixLens`, `UniformLens` and `FirstRows`: lengths of rows, from what attention reads."""
 
 import torch
 
-from canary_adapters import Firsts, PrefixLens, UniformLens
+from canary_adapters import FirstRows, PrefixLens, UniformLens
 
 
 def test_prefix_lengths_are_those_before_the_new_tokens():
@@ -18,7 +18,7 @@ def test_prefix_lengths_are_those_before_the_new_tokens():
 
 def test_first_elements_are_the_same_view_until_tensor_or_number_differ():
     """A tensor that the engine replaced is never shown by the view of the old one, and each name has its own."""
-    firsts, kept = Firsts(), torch.arange(8)
+    firsts, kept = FirstRows(), torch.arange(8)
     view = firsts.of("lens", kept, 3)
     assert firsts.of("lens", kept, 3) is view
     kept[1] = 40

@@ -19,7 +19,6 @@ from canary_core.events import Event
 from canary_core.guard import attach, glances
 from canary_core.guard.coverage import Coverage, require_together, sharing
 from canary_core.guard.reporting.findings import Reporter
-from canary_core.guard.reporting.lookout import Lookout
 from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
@@ -123,12 +122,13 @@ class Canary:
         self.verifier: Verifier | None = None
         """Has requests computed again; None where nobody can. `Recompute` puts itself here."""
         own = ref(self)
+        from canary_core.guard.reporting.lookout import Lookout
+
         self._lookout = Lookout(self._switch, self._findings, lambda: glances.unable_to_recompute(own()))
         self.step.reader.lookout = self._lookout
         self._start_up: StartUp | None = None
         self.audit.forget = self.slots.forget
-        self._attached = on
-        self._process = os.getpid()
+        self._attached, self._process = on, os.getpid()
         if on:
             if not warms_up:
                 self.step.scrub.start()

@@ -30,7 +30,7 @@ def prompt(writers: Writers, name: str, request: Any) -> "Tensor | array[int] | 
     where ``writers`` knows of content; -1 for unknown tokens. None without a prompt."""
     # V2 sends all that is computed again after a preemption; V1 the prompt.
     tokens = getattr(request, "prefill_token_ids", None) or request.prompt_token_ids
-    embeds = getattr(request, "prompt_embeds", None)
+    embeds: Any = getattr(request, "prompt_embeds", None)
     if tokens is None and embeds is None:
         return None
     if embeds is None and not getattr(request, "mm_features", None):

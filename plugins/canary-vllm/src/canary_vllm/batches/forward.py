@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import TABLE_STEP, Firsts, PrefixLens, block_table, ring_table, slot_table
+from canary_adapters import TABLE_STEP, FirstRows, PrefixLens, block_table, ring_table, slot_table
 from canary_core import BatchAdapter, BatchView, SlotTable
 from canary_vllm.batches.requests import Requests
 from canary_vllm.pools.pool import Group
@@ -29,7 +29,7 @@ class V1Batches(BatchAdapter[Any]):
     def __init__(self, runner: Any, groups: Sequence[Group], requests: Requests) -> None:
         self._runner = runner
         self._groups = groups
-        self._lengths, self._firsts = PrefixLens(), Firsts()
+        self._lengths, self._firsts = PrefixLens(), FirstRows()
         self._tables: dict[str, SlotTable] = {}
         self._requests = requests
 

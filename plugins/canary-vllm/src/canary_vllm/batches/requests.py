@@ -29,7 +29,7 @@ class Requests:
         self._ids = BatchRows(device)
 
     def notice(self, output: Any, message: BlockMessage | None = None) -> None:
-        """Takes the scheduler's message for the next forward; ``message``: of blocks, sent along with it."""
+        """Takes the scheduler's output for the next forward; ``message``: of blocks, from the same output."""
         for name in output.finished_req_ids:
             self.prompts.drop(name)
             self.blocks.drop(name)
