@@ -94,8 +94,7 @@ class SlotEvents:
         """Several changes of ownership in order, each as by the method of its name, at a fraction of the cost: name,
         region and ``page_slots``; slots; writer. Slots are parts of one tensor, made on the current stream, to which
         nobody writes any more."""
-        about, slots, writer = events[0]
-        if self._owned(about, slots, writer, False) is None:
+        if not events or self._owned(*events[0], counts=False) is None:
             return
         queued = []
         for about, slots, writer in events:
@@ -103,10 +102,12 @@ class SlotEvents:
             state = self._states.get(region) or self._given.region(event, region)
             if state is not None:
                 self._count(event, region)
+            if state is not None and len(slots):
                 self.workspace.journal.keep(event, region, slots, writer, page_slots)
                 queued.append(self._queued(state, about, slots, writer))
-        with self._switch.guard("slots.report"):
-            self._queue.put(*queued)
+        if queued:
+            with self._switch.guard("slots.report"):
+                self._queue.put(*queued)
 
     def defer(self, tell: Callable[[], None]) -> None:
         """For events cheaper to report as one. ``tell`` reports them: called once, before any other event and before
