@@ -111,7 +111,7 @@ def test_events_between_two_forwards_keep_their_order(guarded):
 def test_events_told_at_once_are_those_told_one_by_one():
     """Same findings, records, counts and journal; those of the same sort and owner in a row are one op, as before."""
     one_by_one, at_once = Guarded(ToyEngine(window=4)), Guarded(ToyEngine(window=4))
-    pages = torch.tensor([2, 3, 3, 2, 5, 5])
+    pages = torch.tensor([2, 3, 3, 3, 5, 5])
     parts = dict(zip(("alloc", "free", "share", "park"), pages.split([2, 1, 1, 2]), strict=True))
     told = [
         ((event, region, 4), numbers, (lambda: torch.tensor([7, 8], dtype=torch.int32)) if event == "park" else 1)
