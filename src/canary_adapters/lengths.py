@@ -56,10 +56,7 @@ class PrefixLens:
 
     def of(self, seq_lens: Tensor, starts: Tensor, new: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Both ``[rows]``, with the dtype of ``seq_lens``; must not be written to. ``seq_lens``: ``[rows]``, with the
-        new tokens. ``starts``: ``[rows + 1]``, of the same dtype, the first one 0. ``new``: the host's idea of new
-        tokens, by which a decode, or a request alone, costs one launch instead of two."""
-        if max(new) <= 1:
-            new_lens = self._uniform.of(1, seq_lens)
-        else:
-            new_lens = starts[1:] if len(new) == 1 else starts[1:] - starts[:-1]
+        new tokens. ``starts``: ``[rows + 1]``, of the same dtype. ``new``: the host's idea of new tokens, by which a
+        decode costs one launch instead of two."""
+        new_lens = starts[1:] - starts[:-1] if max(new) > 1 else self._uniform.of(1, seq_lens)
         return seq_lens - new_lens, new_lens
