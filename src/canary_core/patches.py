@@ -14,8 +14,8 @@ class Patches:
     An attribute wrapped again by somebody else is left alone by `undo`: an idle wrapper calls the original. Not
     thread-safe: patch before the engine runs, or while it waits.
 
-    ``guard``: makes a context, from a name, for the calls of each callback of `follow`; with `Canary.guard` no
-    exception of a callback reaches the engine in log mode. None: exceptions pass.
+    ``guard``: makes a context, from a name, for a callback of `follow` that fails: the exception is raised within. With
+    `Canary.guard` none reaches the engine in log mode. None: exceptions pass.
     """
 
     def __init__(self, guard: Callable[[str], AbstractContextManager[object]] | None = None) -> None:
@@ -40,7 +40,7 @@ class Patches:
         passes the object first."""
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            guard = self._guard(f"after {name}")
+            guard, where = self._guard, f"after {name}"
 
             @functools.wraps(original)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ class Patches:
                     told(result, *args, **kwargs)
                 except Exception:
                     # Not entered where nothing fails: that is two more calls in each of an engine's own.
-                    with guard:
+                    with guard(where):
                         raise
                 return result
 
