@@ -91,7 +91,7 @@ def test_an_unguarded_follower_raises_into_the_engine():
 
 
 def test_the_guard_is_told_what_was_followed():
-    """Where a callback fails, by a context of that call; what the guard lets pass is raised. Of others it hears nothing."""
+    """Where a callback fails, by a context of that call; what the guard lets pass is raised. Else it hears nothing."""
     engine, seen, fails = Engine(), [], []
 
     @contextlib.contextmanager
