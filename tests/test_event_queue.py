@@ -57,6 +57,24 @@ def test_events_wait_and_then_take_effect_in_order(told):
     assert len(told.queue) == 0
 
 
+def test_events_put_at_once_are_those_put_one_by_one(told):
+    """In order, each once; those of one key in a row, also with the last one before, are applied together."""
+    told.put("before", 1, key="free")
+    names = ("free", "free", "alloc", "free")
+    several = [
+        QueuedEvent(
+            lambda tensors, name=name: told.done.append((name, [int(one) for one in tensors])),
+            [torch.tensor(2 + number)],
+            key=(name,),
+            frees=False,
+        )
+        for number, name in enumerate(names)
+    ]
+    told.queue.put(*several)
+    told.queue.settle()
+    assert told.done == [("before", [1, 2, 3]), ("alloc", [4]), ("free", [5])]
+
+
 def test_events_of_one_key_in_a_row_are_applied_together(told):
     """With all their tensors in order; another event between them keeps them apart."""
     told.put("first", 1, key="free")

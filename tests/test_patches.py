@@ -91,17 +91,28 @@ def test_an_unguarded_follower_raises_into_the_engine():
 
 
 def test_the_guard_is_told_what_was_followed():
-    """It is a context of one call."""
-    engine, seen = Engine(), []
+    """Where a callback fails, by a context of that call; what the guard lets pass is raised. Else it hears nothing."""
+    engine, seen, fails = Engine(), [], []
 
     @contextlib.contextmanager
     def guard(where):
         seen.append(where)
-        yield
+        with contextlib.suppress(ValueError):
+            yield
 
-    Patches(guard).follow(engine, "forward", lambda *_: None)
+    def told(*_):
+        if fails:
+            raise fails[0]
+
+    Patches(guard).follow(engine, "forward", told)
     engine.forward(3)
-    assert seen == ["after forward"]
+    assert seen == []
+    fails.append(ValueError("swallowed"))
+    assert engine.forward(3) == engine.forward(3) == 3
+    fails[0] = KeyError("passes")
+    with pytest.raises(KeyError):
+        engine.forward(3)
+    assert seen == ["after forward"] * 3
 
 
 def test_a_guarded_follower_never_raises_into_the_engine(guarded):

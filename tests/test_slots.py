@@ -108,6 +108,47 @@ def test_events_between_two_forwards_keep_their_order(guarded):
     assert states.tolist() == [0, freed, State.ALLOCATED, freed, freed, freed]
 
 
+def test_events_told_at_once_are_those_told_one_by_one():
+    """Same findings, records, counts and journal; those of the same sort and owner in a row are one op, as before."""
+    one_by_one, at_once = Guarded(ToyEngine(window=4)), Guarded(ToyEngine(window=4))
+    pages = torch.tensor([2, 3, 3, 3, 5, 5])
+    parts = dict(zip(("alloc", "free", "share", "park"), pages.split([2, 1, 1, 2]), strict=True))
+    told = [
+        ((event, region, 4), numbers, (lambda: torch.tensor([7, 8], dtype=torch.int32)) if event == "park" else 1)
+        for event, numbers in (*parts.items(), ("free", pages[1:3]), ("free", pages[:0]))
+        for region in ("full", "window")
+    ]
+    for (event, region, page_slots), slots, writer in told:
+        getattr(one_by_one.canary.slots, event)(region, slots, writer, page_slots=page_slots)
+    at_once.canary.slots.report(told)
+    at_once.canary.slots.report([])
+    for guarded in (one_by_one, at_once):
+        guarded.canary.drain()
+    first, second = ([(v.kind, v.region, v.slot, v.request) for v in g.violations] for g in (one_by_one, at_once))
+    assert first == second
+    assert {kind for kind, *_ in first} == {Kind.DOUBLE_FREE, Kind.FREED}
+    for region in ("full", "window"):
+        assert torch.equal(*(g.canary.states[region].records for g in (one_by_one, at_once)))
+        noted = [
+            [(e.event, e.count, e.writer, e.page_slots, e.sure, e.slots.tolist()) for e in g.canary.journal.of(region)]
+            for g in (one_by_one, at_once)
+        ]
+        assert noted[0] == noted[1]
+    assert one_by_one.canary.slots.counts == at_once.canary.slots.counts
+
+
+def test_events_told_at_once_of_what_are_no_slots_are_refused(guarded):
+    """None of them takes effect, and the first is told; one of a region that is not guarded leaves the others alone."""
+    slots = guarded.canary.slots
+    slots.report([(("free", "full", 1), [1, 2], -1), (("free", "full", 1), torch.tensor([3]), -1)])
+    assert [event.fields["reason"][:19] for event in guarded.findings.told("misuse")] == ["slots.free: slots m"]
+    assert slots.counts == {"full": {}}
+    one = torch.tensor([1])
+    slots.report([(("alloc", "full", 1), one, -1), (("alloc", "mamba", 1), one, -1), (("free", "full", 1), one, -1)])
+    assert len(guarded.findings.told("misuse")) == 2
+    assert slots.counts == {"full": {"alloc": 1, "free": 1}}
+
+
 @pytest.mark.parametrize("next_event", ["alloc", "clear", "settle"])
 def test_events_that_are_told_later_keep_their_place(guarded, next_event):
     """What was freed one by one and is told as one event counts as freed before what comes next, and is told once."""

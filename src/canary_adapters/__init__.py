@@ -26,7 +26,7 @@ from canary_adapters.internal_requests import LEAST_TOKENS, InternalRequests, Re
 from canary_adapters.issued import judged_answer
 from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.layer_stores import follow_stores
-from canary_adapters.lengths import PrefixLens, UniformLens
+from canary_adapters.lengths import FirstRows, PrefixLens, UniformLens
 from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
@@ -116,6 +116,7 @@ __all__ = [
     "EmbeddingFilter",
     "EmbeddingPart",
     "EmbeddingShards",
+    "FirstRows",
     "GivenBlocks",
     "GivenLens",
     "GrowingPool",

@@ -4,6 +4,8 @@ from collections.abc import Callable, Container, Sequence, Sized
 from typing import Protocol
 
 from canary_adapters.answers import ANSWER_TOKENS, AnswerParts
+from canary_core import Event, emit
+from canary_core.errors import error_text
 
 STEPS = 8
 """Batches from one with lists to the next, without speculation; with drafts as many fewer as a step has more tokens:
@@ -32,7 +34,8 @@ class AnswerLists:
     turns, and of each request at its end.
 
     ``running``: the running requests at present; ``known``: names of all requests until the end.
-    ``drafted``: most tokens drafted for a request in a step.
+    ``drafted``: most tokens drafted for a request in a step. After an exception there are no lists any more, which is
+    told; none reaches the scheduler.
     """
 
     def __init__(
@@ -46,19 +49,37 @@ class AnswerLists:
         self._parts = AnswerParts()
         self._given: dict[str, int] = {}
         self._batches = self._turn = 0
+        self._broken = False
 
     def ended(self, request: AnsweredRequest) -> None:
         """``request`` is over."""
-        if len(self._parts.requests) < MOST_REQUESTS:
-            self._add((request,))
-        self._given.pop(request.request_id, None)
+        if self._broken:
+            return
+        try:
+            if len(self._parts.requests) < MOST_REQUESTS:
+                self._add((request,))
+            self._given.pop(request.request_id, None)
+        except Exception as error:
+            self._breaks(error)
 
     def next(self, tokens: int) -> AnswerParts | None:
         """The lists to send with a batch of ``tokens``; None most of the time. A batch without tokens may be the last
         for a while."""
         self._batches += 1
-        if self._batches % self._steps and tokens:
+        if (self._batches % self._steps and tokens) or self._broken:
             return None
+        try:
+            return self._taken(tokens)
+        except Exception as error:
+            self._breaks(error)
+            return None
+
+    def _breaks(self, error: Exception) -> None:
+        self._broken = True
+        reason = f"tokens that the scheduler appends are not compared: {error_text(error)}"
+        emit(Event("hooks_left_out", "error", {"reason": reason}))
+
+    def _taken(self, tokens: int) -> AnswerParts | None:
         running = self._running()
         if len(running) > MOST_REQUESTS and self._batches % (2 * self._steps) and tokens:
             return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -72,9 +72,27 @@ class BlockEvents:
             for event in run:
                 blocks += event.blocks
             counts.append(len(blocks) - before)
-        told = list(zip(runs, upload(blocks, self._canary.device).split(counts), strict=True))
+        numbers = upload(blocks, self._canary.device)
+        told = list(zip(runs, numbers.split(counts) if len(runs) > 1 else (numbers,), strict=True))
+        changes: list[Any] = []
+        ids: dict[str | None, int] = {None: -1}
         for run, numbers in told:
-            self._tell(run, numbers)
+            sort, chosen = run[0].sort, run[0].group
+            owned = self._judged and sort != "forget"
+            writers = self._writers(run, ids) if owned else None
+            for group in self._groups:
+                if chosen is not None and chosen != group.number:
+                    continue
+                if owned:
+                    changes.append(((sort, group.region, group.block), numbers, writers))
+                    continue
+                # Only what comes before.
+                self._report(changes)
+                if sort == "forget":
+                    self._canary.slots.forget(group.region, block_slots(group, numbers))
+                elif sort == "alloc":
+                    self._canary.slots.clear(group.region, block_slots(group, numbers))
+        self._report(changes)
         return told
 
     def handed_out(
@@ -98,25 +116,22 @@ class BlockEvents:
             source, destination = (block_slots(group, blocks[:, side]) for side in (0, 1))
             self._canary.slots.copy(group.region, source, destination)
 
-    def _tell(self, events: Sequence[BlockEvent], numbers: Tensor) -> None:
-        sort, chosen = events[0].sort, events[0].group
-        slots = self._canary.slots
-        writers = self._writers(events) if self._judged and sort != "forget" else None
-        for group in self._groups:
-            if chosen is not None and chosen != group.number:
-                continue
-            if sort == "forget":
-                slots.forget(group.region, block_slots(group, numbers))
-            elif writers is not None:
-                getattr(slots, sort)(group.region, numbers, writers, page_slots=group.block)
-            elif sort == "alloc":
-                slots.clear(group.region, block_slots(group, numbers))
+    def _report(self, changes: list[Any]) -> None:
+        if changes:
+            self._canary.slots.report(changes)
+            changes.clear()
 
-    def _writers(self, events: Sequence[BlockEvent]) -> int | Callable[[], Tensor]:
-        ids = [-1 if event.request is None else self._writer(event.request) for event in events]
-        if len(set(ids)) == 1:
-            return ids[0]
-        every = [i for i, event in zip(ids, events, strict=True) for _ in event.blocks]
+    def _writers(self, events: Sequence[BlockEvent], ids: dict[str | None, int]) -> int | Callable[[], Tensor]:
+        """``ids``: of requests, as far as they are known; new ones are added."""
+        own = []
+        for event in events:
+            known = ids.get(event.request)
+            if known is None:
+                known = ids[event.request] = self._writer(event.request or "")
+            own.append(known)
+        if own.count(own[0]) == len(own):
+            return own[0]
+        every = [i for i, event in zip(own, events, strict=True) for _ in event.blocks]
         each = upload(every, self._canary.device, torch.int32)
         return lambda: each
 

@@ -123,8 +123,8 @@ class BlockReplay:
         self._next, self._missing = message.number + 1, 0
         if message.emptied:
             self._canary.ledger.emptied()
-        told = self.blocks.tell(message.events)
-        if self._hits:
+        told = self.blocks.tell(message.events) if message.events else ()
+        if told and self._hits:
             self._check_hits([(run, numbers) for run, numbers in told if run[0].sort == "share"])
         if message.swept is not None:
             # All groups have the pool's blocks.

@@ -31,6 +31,23 @@ class UniformLens:
         return found
 
 
+class FirstRows:
+    """The first elements of tensors that an engine keeps. The view of the last call is given again as long as tensor
+    and number are the same, as in decode: an engine that takes another tensor gets a view of that one."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[Tensor, int, Tensor]] = {}
+
+    def of(self, name: str, tensor: Tensor, number: int) -> Tensor:
+        """``tensor[:number]``. ``name``: of the engine's tensor, one view is kept for each."""
+        last = self._last.get(name)
+        if last is not None and last[0] is tensor and last[1] == number:
+            return last[2]
+        found = tensor[:number]
+        self._last[name] = tensor, number, found
+        return found
+
+
 class PrefixLens:
     """Prefix and new lengths, for engines with the lengths of whole rows and the starts of their new tokens."""
 

@@ -180,6 +180,8 @@ class RecomputePairs:
     def read(self) -> None:
         """Judges what has arrived on the host; where somebody asked, waits for it. Raises `ViolationError` in raise
         mode."""
+        if not self._begun:
+            return
         # An idle engine makes no forward after which it could have arrived.
         waits = any(one.pair.asked and one.pair.parked is not None for one in self._begun)
         while self._begun and (waits or self._begun[0].arrived()):

@@ -3,8 +3,7 @@
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from canary_adapters.internal_requests import LEAST_TOKENS, PREFIX, Internal, InternalRequests, RecomputePair, Running
 from canary_adapters.parked_prefixes import ALL_PARKED, LOST_ADAPTER, PARKED
@@ -65,6 +64,7 @@ class Recomputes:
         self._missed: list[RecomputePair] = []
         self.live: set[str] = set()
         """Internal requests that the engine may still know."""
+        self._shelter = Shelter(self)
 
     def want(self, request: str) -> None:
         """A caller asks for ``request``; one computation answers all that ask meanwhile."""
@@ -119,8 +119,10 @@ class Recomputes:
     def counted(self) -> dict[str, int]:
         """Counts for `Canary.stats` since the last call, by name."""
         parked = self._engine.parked
-        counts, self._counts = self._counts, Counter()
-        return {**counts, **({} if isinstance(parked, str) else parked.counted())}
+        counts: dict[str, int] = {}
+        if self._counts:
+            counts, self._counts = dict(self._counts), Counter()
+        return counts if isinstance(parked, str) else counts | parked.counted()
 
     def missed(self) -> list[RecomputePair]:
         """The messages to send along since the last call."""
@@ -154,18 +156,18 @@ class Recomputes:
         self._share = 0.0
         self._wanted.clear()
 
-    @contextmanager
-    def sheltered(self) -> Iterator[None]:
+    def sheltered(self) -> "Shelter":
         """A context of code of ours on the scheduler's thread. After an exception nothing is computed again any more,
         and the engine's `InternalRequests.failed` is called; none reaches the scheduler."""
-        try:
-            yield
-        except Exception as error:
-            reason = f"requests are not computed again: {error_text(error)}"
-            self.stop(reason)
-            self._engine.parked = reason
-            emit(Event("hooks_left_out", "error", {"reason": reason}))
-            self._engine.failed()
+        return self._shelter
+
+    def failed(self, error: Exception) -> None:
+        """See `sheltered`."""
+        reason = f"requests are not computed again: {error_text(error)}"
+        self.stop(reason)
+        self._engine.parked = reason
+        emit(Event("hooks_left_out", "error", {"reason": reason}))
+        self._engine.failed()
 
     def close(self) -> None:
         """Ends all internal requests."""
@@ -280,3 +282,21 @@ class Recomputes:
         self._taught += not touches and target.decoded >= LEAST_TOKENS
         held, own = self._engine.blocks(target.name), self._engine.blocks(one.name)
         return RecomputePair(target.name, one.name, target.tokens, target.decoded, held, own, touches, asked=one.asked)
+
+
+class Shelter:
+    """See `Recomputes.sheltered`."""
+
+    __slots__ = ("_recomputes",)
+
+    def __init__(self, recomputes: Recomputes) -> None:
+        self._recomputes = recomputes
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, Exception):
+            self._recomputes.failed(error)
+            return True
+        return False

@@ -300,8 +300,11 @@ class SchedulerRequests(InternalRequests):
 def deliver(output: Any, worker: RecomputePairs) -> None:
     """After the forward of ``output``: has ``worker`` compare what the scheduler sent along with it. Raises
     `ViolationError` in raise mode."""
-    worker.count(getattr(output, COUNTED, {}))
-    worker.compare([one for one in getattr(output, PAIRS, ()) if isinstance(one, RecomputePair)])
+    counted, pairs = getattr(output, COUNTED, None), getattr(output, PAIRS, None)
+    if counted:
+        worker.count(counted)
+    if pairs:
+        worker.compare([one for one in pairs if isinstance(one, RecomputePair)])
     worker.read()
 
 

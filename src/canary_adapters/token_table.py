@@ -1,6 +1,8 @@
 """The requests' own tokens as `BatchView.expected_tokens`."""
 
+from array import array
 from collections.abc import Callable, Sequence
+from typing import TypeAlias, Union
 
 import torch
 from torch import Tensor
@@ -14,16 +16,19 @@ MOST_TOKENS = MOST_EXPECTED
 """Most entries of one table; further positions are not compared, and the forward counts as ``tokens_beyond_bound``."""
 
 
-def token_table(requests: Sequence[Tensor | None], longest: int, device: torch.device) -> Tensor:
+Tokens: TypeAlias = Union[Tensor, "array[int]"]
+"""A request's tokens from position 0 on, ``[n]`` on the host."""
+
+
+def token_table(requests: Sequence[Tokens | None], longest: int, device: torch.device) -> Tensor:
     """Tokens by position, int32 ``[rows, width]`` on ``device``, as far as ``longest`` at least; -1 where they are not
-    known. ``requests``: the tokens of each row from position 0 on, ``[n]`` on the host, None where none are
-    known. The host does not wait."""
+    known. ``requests``: the tokens of each row, None where none are known. The host does not wait."""
     table = unknown_tokens(len(requests), longest, device)
     for row, tokens in zip(table.numpy(), requests, strict=True):
         if tokens is not None:
             known = min(len(tokens), len(row))
-            row[:known] = tokens.numpy()[:known]
-    return table.to(device, non_blocking=True)
+            row[:known] = (tokens.numpy() if isinstance(tokens, Tensor) else memoryview(tokens))[:known]
+    return table.to(device, non_blocking=True) if device.type != "cpu" else table
 
 
 def unknown_tokens(rows: int, longest: int, device: torch.device) -> Tensor:
@@ -39,12 +44,12 @@ class Prompts:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._prompts: dict[str, Tensor] = {}
+        self._prompts: dict[str, Tokens] = {}
         # Those whose prompt may not be computed whole yet.
         self._open: set[str] = set()
 
-    def give(self, request: str, tokens: Tensor) -> None:
-        """Sets the prompt of ``request``, about to begin: ``tokens``, integers ``[n]`` on the host."""
+    def give(self, request: str, tokens: Tokens) -> None:
+        """Sets the prompt of ``request``, about to begin."""
         self._prompts[request] = tokens
         self._open.add(request)
 
@@ -66,13 +71,16 @@ class Prompts:
         decode, at next to no cost."""
         if self._open.isdisjoint(requests):
             return None
-        prompts = [self._prompts.get(name) for name in requests]
-        counts = computed()
-        ends = [count + more for count, more in zip(counts, new, strict=True)]
-        open_ = [prompt is not None and count < len(prompt) for prompt, count in zip(prompts, counts, strict=True)]
-        self._open.difference_update(name for name, is_open in zip(requests, open_, strict=True) if not is_open)
-        if not any(open_):
-            return None
-        longest = max(end for end, is_open in zip(ends, open_, strict=True) if is_open)
-        known = [prompt if is_open else None for prompt, is_open in zip(prompts, open_, strict=True)]
-        return token_table(known, int(longest), self._device)
+        known: list[Tokens | None] = []
+        longest = 0
+        # In one pass: the engine waits for its host where a request begins.
+        for name, count, more in zip(requests, computed(), new, strict=True):
+            prompt = self._prompts.get(name)
+            if prompt is None or count >= len(prompt):
+                self._open.discard(name)
+                known.append(None)
+                continue
+            known.append(prompt)
+            if count + more > longest:
+                longest = count + more
+        return token_table(known, int(longest), self._device) if longest else None

@@ -14,8 +14,8 @@ class Patches:
     An attribute wrapped again by somebody else is left alone by `undo`: an idle wrapper calls the original. Not
     thread-safe: patch before the engine runs, or while it waits.
 
-    ``guard``: makes a context, from a name, for each callback of `follow`; with `Canary.guard` no exception of a
-    callback reaches the engine in log mode. None: exceptions pass.
+    ``guard``: makes a context, from a name, for a callback of `follow` that fails: the exception is raised within. With
+    `Canary.guard` none reaches the engine in log mode. None: exceptions pass.
     """
 
     def __init__(self, guard: Callable[[str], AbstractContextManager[object]] | None = None) -> None:
@@ -45,8 +45,12 @@ class Patches:
             @functools.wraps(original)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
-                with guard(where):
+                try:
                     told(result, *args, **kwargs)
+                except Exception:
+                    # Not entered where nothing fails: that is two more calls in each of an engine's own.
+                    with guard(where):
+                        raise
                 return result
 
             return wrapper

@@ -1,8 +1,8 @@
-"""`PrefixLens` and `UniformLens`: lengths of rows, from what attention reads."""
+"""`PrefixLens`, `UniformLens` and `FirstRows`: lengths of rows, from what attention reads."""
 
 import torch
 
-from canary_adapters import PrefixLens, UniformLens
+from canary_adapters import FirstRows, PrefixLens, UniformLens
 
 
 def test_prefix_lengths_are_those_before_the_new_tokens():
@@ -12,6 +12,18 @@ def test_prefix_lengths_are_those_before_the_new_tokens():
     prefix_lens, new_lens = PrefixLens().of(seq_lens, starts, [4, 1, 5])
     assert (prefix_lens.tolist(), new_lens.tolist()) == ([3, 2, 37], [4, 1, 3])
     assert prefix_lens.dtype == new_lens.dtype == torch.int32
+
+
+def test_first_elements_are_the_same_view_until_tensor_or_number_differ():
+    """A tensor that the engine replaced is never shown by the view of the old one, and each name has its own."""
+    firsts, kept = FirstRows(), torch.arange(8)
+    view = firsts.of("lens", kept, 3)
+    assert firsts.of("lens", kept, 3) is view
+    kept[1] = 40
+    assert view.tolist() == [0, 40, 2]
+    assert firsts.of("slots", torch.zeros(8), 3).tolist() == [0, 0, 0]
+    assert firsts.of("lens", kept, 4).tolist() == [0, 40, 2, 3]
+    assert firsts.of("lens", kept.clone(), 4) is not firsts.of("lens", kept, 4)
 
 
 def test_a_decode_has_one_new_token_in_each_row():

@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet, ref
 
@@ -19,7 +19,6 @@ from canary_core.events import Event
 from canary_core.guard import attach, glances
 from canary_core.guard.coverage import Coverage, require_together, sharing
 from canary_core.guard.reporting.findings import Reporter
-from canary_core.guard.reporting.lookout import Lookout
 from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
@@ -123,18 +122,19 @@ class Canary:
         self.verifier: Verifier | None = None
         """Has requests computed again; None where nobody can. `Recompute` puts itself here."""
         own = ref(self)
+        from canary_core.guard.reporting.lookout import Lookout
+
         self._lookout = Lookout(self._switch, self._findings, lambda: glances.unable_to_recompute(own()))
         self.step.reader.lookout = self._lookout
         self._start_up: StartUp | None = None
         self.audit.forget = self.slots.forget
-        self._attached = on
-        self._process = os.getpid()
+        self._attached, self._process = on, os.getpid()
         if on:
             if not warms_up:
                 self.step.scrub.start()
             _open.add(self)
             self.witness.calls = lambda: glances.calls(own())
-            self.witness.why = lambda: _unguarded(own())
+            self.witness.why = partial(_unguarded, own)
             WATCH.add(self._lookout)
             attach.made(self)
             self.tell(attach.attached(self.config, self.backend, regions, self.states.values()))
@@ -435,13 +435,13 @@ class Canary:
             self._start_up.give_up()
 
 
-def _unguarded(canary: Canary | None) -> str | None:
-    """Why forwards pass by ``canary``, already reported; None where they do not, or it is gone."""
-    if canary is None:
+def _unguarded(own: "ref[Canary]") -> str | None:
+    """Why forwards pass by the Canary of ``own``, already reported; None where they do not, or it is gone."""
+    if (canary := own()) is None:
         return None
     if canary.step.paused:
         return "paused"
-    return None if canary.enabled or canary not in _open else "off"
+    return None if canary._switch.enabled or canary not in _open else "off"
 
 
 @atexit.register

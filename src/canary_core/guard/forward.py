@@ -160,9 +160,13 @@ class Forward:
         # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
         alone = self._compared or hooked or captured or self._audit.due or self._stores.on
         beside = self._overlap is not Overlap.NONE and not alone
-        with self._workspace.beside(beside), self._overhead.device(captured):
+        if not (beside or self._overhead.due):
             self._issue_checks(view, hooked)
-        self._stores.begin(view)
+        else:
+            with self._workspace.beside(beside), self._overhead.device(captured):
+                self._issue_checks(view, hooked)
+        if self._stores.on:
+            self._stores.begin(view)
         self._audit.begin(view)
 
     def _issue_checks(self, view: BatchView, hooked: bool) -> None:

@@ -75,9 +75,11 @@ class Recorder:
         self.much = view.tokens * self._token_bytes > MOST_LATE_BYTES
         if beside and late and side is not None and not self.much:
             side.postpone(partial(self._issue_late, view))
-        else:
+        elif beside or self.overhead.due:
             with self._workspace.beside(beside), self.overhead.device(self.captured):
                 self._issue(view, beside)
+        else:
+            self._issue(view, beside)
 
     def ended(self, step: int) -> None:
         """Host only, never captured: the ``step``-th forward ended, on the current stream."""

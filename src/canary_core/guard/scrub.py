@@ -145,14 +145,16 @@ class Round:
         self._slots = slots
         self._samples: deque[tuple[float, int, int]] = deque()
 
-    def add(self, at_s: float, passed: int, listed: int) -> None:
-        """Until ``at_s`` so many slots had been ``passed`` since start, and so many ``listed``."""
+    def add(self, at_s: float, passed: int, listed: int) -> bool:
+        """Until ``at_s`` so many slots had been ``passed`` since start, and so many ``listed``. Whether that is far
+        enough for a sample."""
         samples = self._samples
         if samples and passed - samples[-1][1] < self._slots / self.SAMPLES:
-            return
+            return False
         samples.append((at_s, passed, listed))
         while len(samples) > 1 and passed - samples[1][1] >= self._slots:
             samples.popleft()
+        return True
 
     @property
     def last(self) -> tuple[float, int] | None:
@@ -178,8 +180,9 @@ class Progress:
         """Adds the region's gauges as of ``at_s``."""
         # In the order of `ScrubWord`.
         running_passed, running_listed, parked_passed, parked_listed = gauges
-        self.running.add(at_s, running_passed, running_listed)
-        self.parked.add(at_s, parked_passed, parked_listed)
+        sampled = self.running.add(at_s, running_passed, running_listed)
+        if not (self.parked.add(at_s, parked_passed, parked_listed) or sampled):
+            return
         running, parked = self.running.last, self.parked.last
         if running is not None and parked is not None:
             self.written = running[1], parked[1]

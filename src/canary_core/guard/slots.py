@@ -90,6 +90,25 @@ class SlotEvents:
         `alloc`. Slots already parked or free are a DOUBLE_FREE finding."""
         self._put_owned(("free", region, page_slots), slots, writer, ready)
 
+    def report(self, events: Sequence[tuple[tuple[Ownership, str, int], Tensor, Owner]]) -> None:
+        """Several changes of ownership in order, each as by the method of its name, at a fraction of the cost: name,
+        region and ``page_slots``; slots; writer. Slots are parts of one tensor, made on the current stream, to which
+        nobody writes any more."""
+        if not events or self._owned(*events[0], counts=False) is None:
+            return
+        queued = []
+        for about, slots, writer in events:
+            event, region, page_slots = about
+            state = self._states.get(region) or self._given.region(event, region)
+            if state is not None:
+                self._count(event, region)
+            if state is not None and len(slots):
+                self.workspace.journal.keep(event, region, slots, writer, page_slots)
+                queued.append(self._queued(state, about, slots, writer))
+        if queued:
+            with self._switch.guard("slots.report"):
+                self._queue.put(*queued)
+
     def defer(self, tell: Callable[[], None]) -> None:
         """For events cheaper to report as one. ``tell`` reports them: called once, before any other event and before
         the next forward, so that the order stays the same."""
@@ -356,7 +375,9 @@ class SlotEvents:
             and self._given.pages(event, region, page_slots)
         )
 
-    def _owned(self, about: tuple[str, str, int], slots: Tensor, writer: Owner) -> RegionState | None:
+    def _owned(
+        self, about: tuple[str, str, int], slots: Tensor, writer: Owner, counts: bool = True
+    ) -> RegionState | None:
         """As `_told`, for an event of the allocator: ``about`` is event, region, and slots of a page."""
         event, region, page_slots = about
         state = self._state(region, event)
@@ -364,7 +385,8 @@ class SlotEvents:
             return None
         if not (self._given.pages(event, region, page_slots) and self._given.owner(event, region, writer)):
             return None
-        self._count(event, region)
+        if counts:
+            self._count(event, region)
         return state
 
     def _count(self, event: str, region: str) -> None:
@@ -378,20 +400,19 @@ class SlotEvents:
         return state
 
     def _put_owned(self, about: tuple[Ownership, str, int], slots: Tensor, writer: Owner, ready: Ready = ()) -> None:
-        event, _, page_slots = about
         state = self._owned(about, slots, writer)
-        if state is None or not len(slots):
-            return
-        self.workspace.journal.note(event, about[1], {"slots": slots}, writer, page_slots)
-        op = getattr(self.workspace.backend, event)
+        if state is not None and len(slots):
+            self.workspace.journal.note(about[0], about[1], {"slots": slots}, writer, about[2])
+            with self._switch.guard(about[0]):
+                self._queue.put(self._queued(state, about, slots, writer, ready))
 
-        def apply(tensors: list[Tensor]) -> None:
-            every = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            op(state, every, writer() if callable(writer) else writer, page_slots)
-
+    def _queued(
+        self, state: RegionState, about: tuple[Ownership, str, int], slots: Tensor, writer: Owner, ready: Ready = ()
+    ) -> QueuedEvent:
+        event, _, page_slots = about
+        apply = partial(_apply, getattr(self.workspace.backend, event), state, writer, page_slots)
         key = None if callable(writer) else (*about, writer)
-        with self._switch.guard(event):
-            self._queue.put(QueuedEvent(apply, [slots], list(ready), key=key, frees=event not in KEEPING))
+        return QueuedEvent(apply, [slots], list(ready), key=key, frees=event not in KEEPING)
 
     def _mark(self, region: str, slots: Tensor | None, new: State) -> None:
         event = "forget" if new is State.UNKNOWN else "clear"
@@ -405,3 +426,8 @@ class SlotEvents:
                 self._queue.put_arrival(partial(contents.mark_all, state, new))
             else:
                 self._queue.put_arrival(partial(contents.mark, self.workspace.backend, state, slots, new), slots)
+
+
+def _apply(op: Callable[..., None], state: RegionState, writer: Owner, page_slots: int, tensors: list[Tensor]) -> None:
+    every = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    op(state, every, writer() if callable(writer) else writer, page_slots)

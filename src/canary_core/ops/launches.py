@@ -25,17 +25,18 @@ class LateCompiles:
     def __init__(self) -> None:
         self.begun = False
         self.count = 0
-        self._untold: dict[str, float] = {}
+        self.untold: dict[str, float] = {}
+        """Seconds by kernel since the last `take`."""
 
     def note(self, kernel: str, seconds: float) -> None:
         """A launch of ``kernel`` took so long."""
         if self.begun and seconds >= LATE_S:
             self.count += 1
-            self._untold[kernel] = self._untold.get(kernel, 0.0) + seconds
+            self.untold[kernel] = self.untold.get(kernel, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
         """Seconds by kernel since the last call."""
-        untold, self._untold = self._untold, {}
+        untold, self.untold = self.untold, {}
         return untold
 
 

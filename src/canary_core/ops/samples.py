@@ -65,9 +65,10 @@ class Samples:
         """Takes the sampled tokens of the last recorded forward: int32 or int64 ``[rows]`` or ``[rows, n]``, see
         `sampling.SampledTokens.give`. One copy on the current stream, one more for each row of ``without``."""
         columns = tokens.shape[0]
-        if tokens.dim() == 1:
-            if self._last.shape[0] != columns:
-                self._last = self.given[-1, :columns]
+        if tokens.dim() == 1 or tokens.shape[1] == 1:
+            if self._last.shape[0] != columns or self._last.dim() != tokens.dim():
+                last = self.given[-1, :columns]
+                self._last = last if tokens.dim() == 1 else last[:, None]
             self._last.copy_(tokens)
         else:
             last = tokens[:, -SAMPLE_TOKENS:].t()

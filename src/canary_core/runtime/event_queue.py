@@ -36,6 +36,7 @@ class EventQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._gpu = device.type == "cuda"
         self._waiting: list[QueuedEvent] = []
         self._deferred: list[Callable[[], None]] = []
         self._freed = False
@@ -58,28 +59,32 @@ class EventQueue:
         if tell not in self._deferred:
             self._deferred.append(tell)
 
-    def put(self, event: QueuedEvent) -> None:
-        """``event`` waits until `settle`."""
-        self._tell_deferred()
-        self._freed = self._freed or event.frees
-        if not event.ready and any(t.is_cuda for t in event.tensors):
+    def put(self, *events: QueuedEvent) -> None:
+        """``events`` wait until `settle`. Several have parts of one tensor: later ones are ready with the first."""
+        if self._deferred:
+            self._tell_deferred()
+        first, waiting = events[0], self._waiting
+        if self._gpu and not first.ready and first.tensors:
             # They may be made on another stream than the forwards run on.
             ready = torch.cuda.Event()
             ready.record(current(self._device))
-            event.ready.append(ready)
-        last = self._waiting[-1] if self._waiting else None
-        if last is not None and event.key is not None and last.key == event.key:
-            last.tensors += event.tensors
-            # Events that are told together often wait for the same.
-            last.ready += [ready for ready in event.ready if ready not in last.ready]
-        else:
-            self._waiting.append(event)
+            first.ready.append(ready)
+        for event in events:
+            self._freed = self._freed or event.frees
+            if event.key is not None and waiting and waiting[-1].key == event.key:
+                last = waiting[-1]
+                last.tensors += event.tensors
+                # Events that are told together often wait for the same.
+                last.ready += [ready for ready in event.ready if ready not in last.ready]
+            else:
+                waiting.append(event)
 
     def put_arrival(self, apply: Callable[[], None], *tensors: Tensor) -> None:
         """Changes the content of slots, by ``apply``, which uses ``tensors``: now, or, where events of the allocator
         still wait for the next forward, after those; applied later to the same slot, such an event would undo the
         change."""
-        self._tell_deferred()
+        if self._deferred:
+            self._tell_deferred()
         self._freed = True
         if self._waiting and not capturing(self._device):
             self.put(QueuedEvent(lambda _: apply(), list(tensors), arrival=True))

@@ -61,6 +61,13 @@ class Journal:
         )
         self._entries.append(entry)
 
+    def keep(self, event: str, region: str, slots: Tensor, writer: object, page: int) -> None:
+        """As `note`, of slots that nobody writes to any more."""
+        by = -1 if callable(writer) else int(writer)  # type: ignore[call-overload]
+        there = not slots.is_cuda
+        kept = slots if there or slots.untyped_storage().nbytes() <= MOST_KEPT_BYTES else None
+        self._entries.append(Entry(self.step, event, region, slots.shape[0], by, kept, page, None, there))
+
     def of(self, region: str) -> list[Entry]:
         """The calls about ``region``, oldest first."""
         return [entry for entry in self._entries if entry.region == region]

@@ -60,7 +60,8 @@ class Untold:
         self._lock = threading.Lock()
         self._fields: dict[str, object] = {}
         self._kinds: dict[str, int] = {}
-        self._waiting = 0
+        self.waiting = 0
+        """How many wait to be told."""
         self._told: float | None = None
         self.total = 0
         """All of them so far."""
@@ -68,7 +69,7 @@ class Untold:
     def add(self, kinds: Mapping[str, int] | None = None, number: int = 1, at: int | None = None) -> None:
         """``number`` more, with findings by ``kinds``; ``at``: number of the thing, if it has one."""
         with self._lock:
-            self._waiting += number
+            self.waiting += number
             self.total += number
             for kind, findings in (kinds or {}).items():
                 self._kinds[kind] = self._kinds.get(kind, 0) + findings
@@ -78,13 +79,13 @@ class Untold:
 
     def look(self, now: float) -> None:
         """Tells what waits, unless it told something a short while ago. ``now``: `time.monotonic`."""
-        if self._waiting and (self._told is None or now - self._told >= UNTOLD_S):
+        if self.waiting and (self._told is None or now - self._told >= UNTOLD_S):
             self.tell()
 
     def tell(self) -> None:
         """Tells what waits, if anything does."""
         with self._lock:
-            number, self._waiting = self._waiting, 0
+            number, self.waiting = self.waiting, 0
             fields, self._fields = self._fields, {}
             kinds, self._kinds = self._kinds, {}
             if not number:

@@ -106,7 +106,8 @@ class Switch:
         self.hooks = hooks
         self._workspace = workspace
         self._misused: set[object] = set()
-        self._guards: dict[str, Failsafe] = {}
+        self.guard: Callable[[str], Failsafe] = _Guards(self).__getitem__
+        """A context for work of ours within the engine, by its name: exceptions go to `fail`, findings pass through."""
         self.recent: deque[tuple[float, Event]] = deque(maxlen=RECENT)
         """The last reported events, each with its time, in seconds since the epoch."""
         self.put_off: Callable[[], None] | None = None
@@ -212,12 +213,16 @@ class Switch:
             self._misused.add(sort)
             self.tell(Event("misuse", "error", {"reason": what}))
 
-    def guard(self, where: str) -> "Failsafe":
-        """A context for work of ours within the engine: its exceptions go to `fail`, findings pass through."""
-        known = self._guards.get(where)
-        if known is None:
-            known = self._guards[where] = Failsafe(self, where)
-        return known
+
+class _Guards(dict[str, "Failsafe"]):
+    """Made on first use. Each forward has a dozen, and a look at a dict is no call of Python's."""
+
+    def __init__(self, switch: Switch) -> None:
+        self._switch = switch
+
+    def __missing__(self, where: str) -> "Failsafe":
+        found = self[where] = Failsafe(self._switch, where)
+        return found
 
 
 class Failsafe:

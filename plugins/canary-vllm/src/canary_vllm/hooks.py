@@ -2,8 +2,8 @@
 
 import functools
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from canary_adapters import MARK, RollCall, SchedulerRequests, Telling, answer, error_text, judged_answer, mark
@@ -163,7 +163,7 @@ class Hooks:
         """All workers of an engine have their KV cache, and there is no scheduler yet."""
         if self._config is None or self._config.mode == "off":
             return
-        with self._sheltered("workers are not asked whether they are guarded"):
+        try:
             self._roll_calls.pop(id(core.vllm_config), None)
             pipe = None if self._protection is None else self._protection.way.pipe(core.vllm_config)
             roll_call, deaf = workers.call(core, self._config, "" if pipe is None else pipe.path)
@@ -176,6 +176,8 @@ class Hooks:
             if deaf:
                 reason = f"ranks {deaf} can't tell the scheduler's process what they find: they run on other machines"
                 emit(Event("quarantine_failed", "error", {"reason": f"{reason}, or are unguarded", "ranks": deaf}))
+        except Exception as error:
+            self._failed("workers are not asked whether they are guarded", error)
 
     def _returned(self, _: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         made = kwargs.get("model_runner_output", args[-1] if args else None)
@@ -183,10 +185,12 @@ class Hooks:
             internal.hear(made)
         # After an exception of ours no more are looked at.
         if (roll_call := self._roll_calls.pop(id(scheduler.vllm_config), None)) is not None:
-            with self._sheltered("outputs are not looked at"):
+            try:
                 given: Any = kwargs.get("scheduler_output", args[0] if args else None)
                 roll_call.output(getattr(made, MARK, None), int(given.total_num_scheduled_tokens))
                 self._roll_calls[id(scheduler.vllm_config)] = roll_call
+            except Exception as error:
+                self._failed("outputs are not looked at", error)
 
     def _serves(self, original: Callable[[], Any], process: Any, *args: Any, **kwargs: Any) -> Any:
         if not runners.samples():
@@ -210,11 +214,16 @@ class Hooks:
         return original() if session is None else self._run(session, original, True)
 
     def _run(self, session: Session, run: Callable[[], Any], leaves: bool) -> Any:
-        with self._telling.only(session), session.lock:
-            made = run()
-            with session.canary.guard("mark"):
-                judge = functools.partial(self._judge, session, session.leaves()) if leaves else None
-                mark(made, session.word, session.recomputed.wanted, judge)
+        telling = self._telling.begin((session,))
+        try:
+            with session.lock:
+                made = run()
+                if leaves or made is not None:
+                    with session.canary.guard("mark"):
+                        judge = functools.partial(self._judge, session, session.leaves()) if leaves else None
+                        mark(made, session.word, session.recomputed.wanted, judge)
+        finally:
+            self._telling.end(telling)
         return made
 
     def _judge(self, session: Session, loads: Callable[[], None] | None) -> None:
@@ -224,15 +233,11 @@ class Hooks:
             if loads is not None:
                 loads()
 
-    @contextmanager
-    def _sheltered(self, what: str) -> Iterator[None]:
+    def _failed(self, what: str, error: Exception) -> None:
         """An exception of ours reaches vLLM in raise mode only."""
-        try:
-            yield
-        except Exception as error:
-            if self._config is not None and self._config.mode == "raise":
-                raise
-            self._left_out(what, [error_text(error)])
+        if self._config is not None and self._config.mode == "raise":
+            raise error
+        self._left_out(what, [error_text(error)])
 
     def _execute(self, original: Callable[[], Any], runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(runner))
@@ -295,15 +300,17 @@ class Hooks:
 
     def _act(self, scheduler: Any, made: Any = None) -> None:
         if self._protection is not None and id(scheduler) in self._recorders:
-            own = [session for session in self.sessions if session.runner.vllm_config is scheduler.vllm_config]
-            with self._telling.only(*own):
-                try:
-                    for session in own:
-                        with session.lock:
-                            session.leaves()
-                    self._protection.act(scheduler, made)
-                except Exception as error:
-                    self._tell(Event("quarantine_failed", "error", {"reason": error_text(error)}))
+            own = [one for one in self._sessions.values() if one.runner.vllm_config is scheduler.vllm_config]
+            telling = self._telling.begin(own)
+            try:
+                for session in own:
+                    with session.lock:
+                        session.leaves()
+                self._protection.act(scheduler, made)
+            except Exception as error:
+                self._tell(Event("quarantine_failed", "error", {"reason": error_text(error)}))
+            finally:
+                self._telling.end(telling)
 
     def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._roll_calls.pop(id(scheduler.vllm_config), None)

@@ -107,6 +107,7 @@ class Session:
         origin = connectors.origin(runner, config.ledger_private)
         drafted = runners.drafted(runner)
         self._tokens = [group for group in self.groups if group.holds == "tokens"]
+        self._states = [group for group in self.groups if group.holds == "states" and group.page > 1]
         self._drafts = DraftForwards(self.canary, [g.region for g in self.groups if g.holds == "drafts"], drafted)
         self._patches = Patches(self.canary.guard)
         if len(self._tokens) < len(self.groups) and runners.drafter(runner) is not None:
@@ -177,9 +178,10 @@ class Session:
     def execute(self, original: Callable[[], Any], output: Any) -> Any:
         """Runs ``original``, the runner's work for ``output`` of the scheduler. Raises any exception of ``original``,
         and `ViolationError` in raise mode."""
-        # Some of vLLM's executors, and its warm-up, call the runner and pass its worker by.
-        with self.canary.guard("give"):
-            self.give(output)
+        if output is not self._given:
+            # Some of vLLM's executors, and its warm-up, call the runner and pass its worker by.
+            with self.canary.guard("give"):
+                self.give(output)
         self._given = None
         if not self.canary.enabled:
             return original()
@@ -195,7 +197,7 @@ class Session:
             self._output = self._pending = output
             if self._overlap is not Overlap.ALL or getattr(output, "kv_cache_block_copies", None):
                 self._scheduled()
-            new = (request.req_id for request in output.scheduled_new_reqs)
+            new = output.scheduled_new_reqs and [request.req_id for request in output.scheduled_new_reqs]
             watched = self.recomputed.attention.forward(new, output.num_scheduled_tokens, lambda: self._names)
             try:
                 with watched:
@@ -234,9 +236,9 @@ class Session:
             with self.canary.guard("scales"):
                 self._scales.look()
         with self.canary.guard("scheduled"):
-            self.requests.notice(output)
-            self._encoder.notice(output)
             message = messages.attached(output)
+            self.requests.notice(output, message)
+            self._encoder.notice(output)
             given = partial(messages.given, output)
             self.lifetime.replay(message, given)
             if message is not None and self.canary.step.stores.on and len(self.groups) > 1:
@@ -304,7 +306,8 @@ class Session:
         view = batches.view(batch)
         if view is not None:
             view = self._drafts.split(view)
-            self._move_states(batch, inputs)
+            if self._states:
+                self._move_states(batch, inputs)
         if view is not None and self.canary.step.tables.due:
             given = [one for g in self._tokens for one in metadata.given(self.runner, self.canary, g, self._attention)]
             self._lists.compare(view, given, lambda g: self.requests.blocks.of(inputs.req_ids[: view.rows], g.group))
@@ -312,15 +315,12 @@ class Session:
 
     def _move_states(self, batch: Any, inputs: Any) -> None:
         """For states in the prefix cache: the runner has copied states that go on in another block."""
-        groups = [group for group in self.groups if group.holds == "states" and group.page > 1]
-        if not groups:
-            return
         names = inputs.req_ids[: int(inputs.num_reqs)]
         if isinstance(batch, Prepared):
             computed, new = inputs.num_computed_tokens_np.tolist(), inputs.num_scheduled_tokens.tolist()
         else:
             computed, new = inputs.num_computed_tokens_cpu.tolist(), [batch.num_scheduled_tokens[n] for n in names]
-        for group in groups:
+        for group in self._states:
             held = self.requests.blocks.of(names, group.number)
             pairs = moved_states(group.page, computed[: len(names)], new[: len(names)], held)
             if pairs:

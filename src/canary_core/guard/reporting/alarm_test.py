@@ -43,6 +43,7 @@ class AlarmTest:
 
     def __init__(self, states: Sequence[RegionState], on_thread: Callable[[Callable[[], None]], bool]) -> None:
         self._states = states
+        self._slots = sum(state.region.slots for state in states)
         self.probe: Callable[[RegionState, int], None] = lambda state, source: None
         """`Scrub.probe`, once there is a scrub."""
         self._on_thread = on_thread
@@ -82,7 +83,7 @@ class AlarmTest:
         if captured and self._due is None and self._state is not None:
             self.probe(self._state, -1)
             self._state = None
-        rounds = counters[Counter.SCRUBBED_SLOTS] // sum(state.region.slots for state in self._states)
+        rounds = counters[Counter.SCRUBBED_SLOTS] // self._slots
         if self._due is None:
             if self.passed and now - self._last < (MOST_S if rounds == self._round else LEAST_S):
                 return

@@ -17,6 +17,7 @@ from canary_core.guard.reporting.unfit import UnfitRows
 from canary_core.guard.reporting.wrong_memory import WrongMemory
 from canary_core.incident import Incident
 from canary_core.kinds.facts import ABSORBED
+from canary_core.ops.state import RegionState
 from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, UNPARKED, Counter, Kind, Phase, Row, State
 from canary_core.region import RegionKind
 from canary_core.runtime.telling import Untold
@@ -88,6 +89,7 @@ class Reporter:
         self._first: Incident | None = None
         self._read_forwards = self._stalled = 0
         self.counters = [0] * workspace.shared.counters.shape[0]
+        self._gauges, self._recorded = _gauges([state for state in self._states if not state.region.encoded]), 0
         self.delivered: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self.found: dict[tuple[Kind, str], int] = {}
         """Reported findings, by kind and region."""
@@ -136,7 +138,8 @@ class Reporter:
             self._switch.tell(Event("silence", "error", {"reason": reason}))
         if moved:
             self._notice(snapshot.counters)
-        self.witness.recorded(self._recorded(snapshot.counters) - self._recorded(self.counters))
+        before, self._recorded = self._recorded, self._recorded_by(snapshot.counters)
+        self.witness.recorded(self._recorded - before)
         self.counters = snapshot.counters
         self.alarm.see(snapshot.counters)
         self._unfit.see(snapshot.counters)
@@ -293,15 +296,10 @@ class Reporter:
         known = row[Row.STORED_VALUE] != 0 and row[Row.STORED_POSITION] & UNPARKED == State.WRITTEN
         return known and row[Row.STORED_VALUE] != row[Row.FOUND_VALUE]
 
-    def _recorded(self, counters: Sequence[int]) -> int:
+    def _recorded_by(self, counters: Sequence[int]) -> int:
         """Recorded tokens, by the device's ``counters``: slots of the full region with the fewest, or of the
         window's."""
-        by_kind: dict[RegionKind, list[int]] = {}
-        for state in self._states:
-            if state.region.encoded:
-                continue
-            by_kind.setdefault(state.region.kind, []).append(counters[COUNTERS + state.index * GAUGES + RECORDED])
-        return min(by_kind.get(RegionKind.FULL) or by_kind.get(RegionKind.WINDOW) or [0])
+        return min([counters[gauge] for gauge in self._gauges], default=0)
 
     def _notice(self, counters: Sequence[int]) -> None:
         """Checks have gone on since the last read."""
@@ -432,3 +430,9 @@ _FOUND = frozenset({Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE, Kind.READ_LENGTH})
 
 def _known(value: int) -> int | None:
     return None if value < 0 else value
+
+
+def _gauges(states: Sequence[RegionState]) -> list[int]:
+    """Places of the counters of recorded tokens in full regions, or where there are none in windows."""
+    kinds = ([state for state in states if state.region.kind is kind] for kind in (RegionKind.FULL, RegionKind.WINDOW))
+    return [COUNTERS + state.index * GAUGES + RECORDED for state in next(filter(None, kinds), ())]

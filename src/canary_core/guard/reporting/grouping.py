@@ -105,6 +105,8 @@ class Incidents:
     def tell(self) -> list[Incident]:
         """After all findings of a read: reports the new incidents by an event each, and returns them. Reported ones
         that grew are an ``incident_grew`` event at level debug."""
+        if not (self._new or self._grown or self.limited.waiting):
+            return []
         new, self._new = self._new, []
         for incident, findings in self._grown.items():
             about = {"incident": incident.number, "new_findings": findings, "findings": incident.total}

@@ -29,6 +29,7 @@ class ReadBack:
     def __init__(self, shared: Shared, tallies: Tensor | None = None) -> None:
         self._shared = shared
         # On a CPU they are read where they are.
+        self._late = shared.counters.device.type != "cpu"
         self._counters, self._ring = HostCopy(shared.counters), HostCopy(shared.ring)
         self._tallies = tallies
         self._proof = None if tallies is None else HostCopy(tallies)
@@ -49,7 +50,7 @@ class ReadBack:
 
     def collect(self) -> HostRead | None:
         """Returns an earlier read, if arrived; then starts the next one on the current stream."""
-        if self._shared.counters.device.type == "cpu":
+        if not self._late:
             return self.collect_now()
         snapshot = None
         if self._in_flight:
@@ -63,6 +64,9 @@ class ReadBack:
     def collect_now(self) -> HostRead:
         """Everything up to now; waits for the device."""
         self._with_ring = True
+        if not self._late:
+            self._with_tallies = self.proving
+            return self._open()
         self._start()
         self._counters.wait()
         self._ring.wait()

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 from canary_core.events import Event
 from canary_core.guard.recorder import Recorder
 from canary_core.guard.reporting.findings import Reporter
-from canary_core.guard.reporting.lookout import Lookout
 from canary_core.ops.launches import LATE
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.watchers.audit.running import RunningAudit
 
 if TYPE_CHECKING:
     from canary_core.guard.reporting.in_time import InTime
+    from canary_core.guard.reporting.lookout import Lookout
 
 
 class Late(Protocol):
@@ -116,7 +116,8 @@ class Reader:
             self._findings.repairs.step()
         for late in self.late:
             late.read()
-        self.tell_late_compiles()
+        if LATE.untold:
+            self.tell_late_compiles()
 
     def tell_late_compiles(self) -> None:
         """Kernels that an engine has waited for since the last call."""

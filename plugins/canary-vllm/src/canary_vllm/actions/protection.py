@@ -79,10 +79,12 @@ class Protection:
 
     def ended(self, scheduler: Any, outputs: dict[int, Any]) -> None:
         """Adds the ends of requests to the ``outputs`` that ``scheduler`` gives out, by client, after `act`."""
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-
         if id(scheduler) in self._schedulers:
             self._schedulers[id(scheduler)][1].taken()
+        if not self._ended:
+            return
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
         ended, self._ended = self._ended, []
         for request in ended:
             client = outputs.setdefault(request.client_index, EngineCoreOutputs())

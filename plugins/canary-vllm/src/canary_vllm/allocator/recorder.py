@@ -46,9 +46,7 @@ class BlockRecorder:
         self._manager, self._requests = scheduler.kv_cache_manager, scheduler.requests
         self._message = BlockMessage(0)
         drafted = int(getattr(scheduler, "num_spec_tokens", 0) or 0)
-        lists = AnswerLists(lambda: scheduler.running, lambda: scheduler.requests, drafted)
-        self._answers: AnswerLists | None = lists
-        self._lists = Sheltered(self._unlisted, "tokens that the scheduler appends are not compared")
+        self._answers = AnswerLists(lambda: scheduler.running, lambda: scheduler.requests, drafted)
         self._request: str | None = None
         self._fresh: set[int] = set()
         self.told: list[Callable[[Any], None]] = []
@@ -78,16 +76,17 @@ class BlockRecorder:
         if self._sweep_interval and number and number % self._sweep_interval == 0:
             with self._guard("sweep"):
                 self._message.swept = sweep(self._manager)
-        new = [self._requests.get(request.req_id) for request in output.scheduled_new_reqs]
-        self._message.salts = {r.request_id: r.cache_salt for r in new if getattr(r, "cache_salt", None)}
-        traced = ((r.request_id, (getattr(r, "trace_headers", None) or {}).get("traceparent")) for r in new)
-        self._message.traces = {name: traceparent for name, traceparent in traced if traceparent}
+        for new in output.scheduled_new_reqs:
+            request = self._requests.get(new.req_id)
+            if salt := getattr(request, "cache_salt", None):
+                self._message.salts[new.req_id] = salt
+            if traceparent := (getattr(request, "trace_headers", None) or {}).get("traceparent"):
+                self._message.traces[new.req_id] = traceparent
         setattr(output, messages.ATTRIBUTE, self._message)
-        with self._lists:
-            parts = self._answers and self._answers.next(output.total_num_scheduled_tokens)
-            if parts is not None:
-                setattr(output, messages.ANSWERS, parts)
-        self._message = BlockMessage(self._message.number + 1, broken=self._message.broken)
+        parts = self._answers.next(output.total_num_scheduled_tokens)
+        if parts is not None:
+            setattr(output, messages.ANSWERS, parts)
+        self._message = BlockMessage(number + 1, broken=self._message.broken)
         self._fresh.clear()
         for told in self.told:
             told(output)
@@ -96,15 +95,9 @@ class BlockRecorder:
         """Restores the pool's functions."""
         self._patches.undo()
 
-    def _unlisted(self, where: str, error: Exception) -> None:
-        """Blocks are followed all the same where lists of answers can't be."""
-        self._answers = None
-        emit(Event("hooks_left_out", "error", {"reason": f"{where}: {error_text(error)}"}))
-
     def _freed(self, _: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        with self._lists:
-            if self._answers is not None and request.is_finished():
-                self._answers.ended(request)
+        if request.is_finished():
+            self._answers.ended(request)
 
     def _note(self, sort: BlockSort, blocks: Iterable[Any]) -> None:
         self._put(sort, [block.block_id for block in blocks if not block.is_null])

@@ -1,11 +1,12 @@
 """Content of vLLM's requests in the place of tokens: ``prompt_embeds``, images and other media."""
 
+from array import array
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canary_adapters import put_embeddings, put_media, upload
+from canary_adapters import number_array, put_embeddings, put_media, upload
 from canary_core import Writers
 
 
@@ -24,20 +25,17 @@ def put(writers: Writers, name: str, request: Any, length: int) -> None:
             put_media(writers, name, first, count, (str(feature.modality), feature.identifier))
 
 
-def prompt(writers: Writers, name: str, request: Any) -> Tensor | None:
+def prompt(writers: Writers, name: str, request: Any) -> "Tensor | array[int] | None":
     """The prompt in vLLM's message about a new request, int32 ``[n]`` on the host, with numbers in the place of tokens
     where ``writers`` knows of content; -1 for unknown tokens. None without a prompt."""
     # V2 sends all that is computed again after a preemption; V1 the prompt.
     tokens = getattr(request, "prefill_token_ids", None) or request.prompt_token_ids
-    embeds = getattr(request, "prompt_embeds", None)
-    if tokens is not None:
-        own = upload(tokens, torch.device("cpu"), torch.int32)
-    elif embeds is not None:
-        own = torch.full((len(embeds),), -1, dtype=torch.int32, device="cpu")
-    else:
+    embeds: Any = getattr(request, "prompt_embeds", None)
+    if tokens is None and embeds is None:
         return None
     if embeds is None and not getattr(request, "mm_features", None):
-        return own
+        return number_array(tokens, "i")
+    own = upload([-1] * len(embeds) if tokens is None else tokens, torch.device("cpu"), torch.int32)
     put(writers, name, request, len(own))
     return writers.contents.over(name, own)
 

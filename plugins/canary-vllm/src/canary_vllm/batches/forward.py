@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import TABLE_STEP, PrefixLens, block_table, ring_table, slot_table
+from canary_adapters import TABLE_STEP, FirstRows, PrefixLens, block_table, ring_table, slot_table
 from canary_core import BatchAdapter, BatchView, SlotTable
 from canary_vllm.batches.requests import Requests
 from canary_vllm.pools.pool import Group
@@ -29,7 +29,8 @@ class V1Batches(BatchAdapter[Any]):
     def __init__(self, runner: Any, groups: Sequence[Group], requests: Requests) -> None:
         self._runner = runner
         self._groups = groups
-        self._lengths = PrefixLens()
+        self._lengths, self._firsts = PrefixLens(), FirstRows()
+        self._tables: dict[str, SlotTable] = {}
         self._requests = requests
 
     def view(self, batch: Any) -> BatchView | None:
@@ -39,17 +40,22 @@ class V1Batches(BatchAdapter[Any]):
         tokens = int(batch.total_num_scheduled_tokens)
         if not rows or not tokens:
             return None
-        names = inputs.req_ids[:rows]
+        names, first = inputs.req_ids[:rows], self._firsts.of
         new = [batch.num_scheduled_tokens[name] for name in names]
-        lengths = self._lengths.of(runner.seq_lens[:rows], runner.query_start_loc.gpu[: rows + 1], new)
+        ends = first("ends", runner.seq_lens, rows)
+        lengths = self._lengths.of(ends, first("starts", runner.query_start_loc.gpu, rows + 1), new)
         tables = {}
         for group in self._groups:
-            table = inputs.block_table[group.number]
-            entries, slots = table.block_table.gpu[:rows], table.slot_mapping.gpu[:tokens]
-            tables[group.region] = table_of(group, entries, slots, runner.seq_lens[:rows])
-        computed = inputs.num_computed_tokens_cpu[:rows].tolist
-        token_ids = self._requests.tokens(names, computed, new, runner.input_ids.gpu[:tokens])
-        return self._requests.view(names, lengths, token_ids, tables, runner.positions[:tokens])
+            table, region = inputs.block_table[group.number], group.region
+            entries = first(region, table.block_table.gpu, rows)
+            slots = first(f"slots {region}", table.slot_mapping.gpu, tokens)
+            last = self._tables.get(region)
+            if last is None or last.entries is not entries or last.write_slots is not slots:
+                last = self._tables[region] = table_of(group, entries, slots, ends)
+            tables[region] = last
+        ids, positions = first("ids", runner.input_ids.gpu, tokens), first("positions", runner.positions, tokens)
+        own = self._requests.tokens(names, lambda: inputs.num_computed_tokens_cpu[:rows].tolist(), new, ids)
+        return self._requests.view(names, lengths, own, tables, positions)
 
 
 class V2Batches(BatchAdapter[Prepared]):

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import BatchRows, EmbeddedRequests, Prompts, RequestBlocks, upload
+from canary_adapters import BatchRows, BlockMessage, EmbeddedRequests, Prompts, RequestBlocks, upload
 from canary_core import BatchView, SlotTable, Writers
-from canary_vllm.allocator import messages
 from canary_vllm.batches import contents
 from canary_vllm.weights import adapter_name
 
@@ -29,8 +28,8 @@ class Requests:
         self._begun: dict[str, tuple[str | None, str | None, int | None]] = {}
         self._ids = BatchRows(device)
 
-    def notice(self, output: Any) -> None:
-        """Takes the scheduler's message for the next forward."""
+    def notice(self, output: Any, message: BlockMessage | None = None) -> None:
+        """Takes the scheduler's output for the next forward; ``message``: of blocks, from the same output."""
         for name in output.finished_req_ids:
             self.prompts.drop(name)
             self.blocks.drop(name)
@@ -43,24 +42,26 @@ class Requests:
         for name in cached.resumed_req_ids:
             self.prompts.again(name)
             self.writers.again(name)
+        # Of a worker with an older Canary, which is told, it has less.
+        traces, salts = (getattr(message, about, {}) for about in ("traces", "salts"))
         for new in output.scheduled_new_reqs:
-            self.blocks.give(new.req_id, new.block_ids)
+            name = new.req_id
+            self.blocks.give(name, new.block_ids)
             # Another request may have had this name; a session's next turn drops the end of its last answer.
-            began = self.writers.began(new.req_id) if new.req_id in self._live else None
-            self._live.add(new.req_id)
-            self.writers.forget(new.req_id)
+            began = self.writers.began(name) if name in self._live else None
+            self._live.add(name)
+            self.writers.forget(name)
             self._ids.clear()
-            message = messages.attached(output)
-            self.writers.trace(new.req_id, getattr(message, "traces", {}).get(new.req_id))
-            salt = getattr(message, "salts", {}).get(new.req_id)
-            self._begun[new.req_id] = adapter_name(new.lora_request), salt, began
+            if name in traces:
+                self.writers.trace(name, traces[name])
+            self._begun[name] = adapter_name(new.lora_request), salts.get(name), began
             if getattr(new, "prompt_embeds", None) is not None:
-                self.embedded.add(new.req_id)
-            prompt = contents.prompt(self.writers, new.req_id, new)
+                self.embedded.add(name)
+            prompt = contents.prompt(self.writers, name, new)
             if prompt is not None:
-                self.prompts.give(new.req_id, prompt)
+                self.prompts.give(name, prompt)
         self.identify()
-        for load in getattr(messages.attached(output), "loads", ()):
+        for load in getattr(message, "loads", ()):
             if load.request not in self._live:
                 # It waits for its KV, and begins once that is there.
                 self.writers.identify(load.request, lora=load.lora, cache_salt=load.cache_salt)
