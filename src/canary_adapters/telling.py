@@ -13,10 +13,6 @@ class Telling(Generic[Owner]):
 
     def __init__(self) -> None:
         self._now: ContextVar[Sequence[Owner] | None] = ContextVar("telling", default=None)
-        self.begin = self._now.set
-        """As entering `only`, for each step of an engine; gives what `end` takes. Both are no functions of Python."""
-        self.end = self._now.reset
-        """As leaving `only`."""
 
     def only(self, *owners: Owner) -> "Only[Owner]":
         """A context: findings told within are of ``owners``; of nobody to be acted for where there are none."""

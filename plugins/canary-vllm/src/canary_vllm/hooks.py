@@ -214,16 +214,12 @@ class Hooks:
         return original() if session is None else self._run(session, original, True)
 
     def _run(self, session: Session, run: Callable[[], Any], leaves: bool) -> Any:
-        telling = self._telling.begin((session,))
-        try:
-            with session.lock:
-                made = run()
-                if leaves or made is not None:
-                    with session.canary.guard("mark"):
-                        judge = functools.partial(self._judge, session, session.leaves()) if leaves else None
-                        mark(made, session.word, session.recomputed.wanted, judge)
-        finally:
-            self._telling.end(telling)
+        with self._telling.only(session), session.lock:
+            made = run()
+            if leaves or made is not None:
+                with session.canary.guard("mark"):
+                    judge = functools.partial(self._judge, session, session.leaves()) if leaves else None
+                    mark(made, session.word, session.recomputed.wanted, judge)
         return made
 
     def _judge(self, session: Session, loads: Callable[[], None] | None) -> None:
@@ -301,16 +297,14 @@ class Hooks:
     def _act(self, scheduler: Any, made: Any = None) -> None:
         if self._protection is not None and id(scheduler) in self._recorders:
             own = [one for one in self._sessions.values() if one.runner.vllm_config is scheduler.vllm_config]
-            telling = self._telling.begin(own)
-            try:
-                for session in own:
-                    with session.lock:
-                        session.leaves()
-                self._protection.act(scheduler, made)
-            except Exception as error:
-                self._tell(Event("quarantine_failed", "error", {"reason": error_text(error)}))
-            finally:
-                self._telling.end(telling)
+            with self._telling.only(*own):
+                try:
+                    for session in own:
+                        with session.lock:
+                            session.leaves()
+                    self._protection.act(scheduler, made)
+                except Exception as error:
+                    self._tell(Event("quarantine_failed", "error", {"reason": error_text(error)}))
 
     def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._roll_calls.pop(id(scheduler.vllm_config), None)

@@ -30,7 +30,6 @@ class V1Batches(BatchAdapter[Any]):
         self._runner = runner
         self._groups = groups
         self._lengths, self._firsts = PrefixLens(), FirstRows()
-        self._tables: dict[str, SlotTable] = {}
         self._requests = requests
 
     def view(self, batch: Any) -> BatchView | None:
@@ -49,10 +48,7 @@ class V1Batches(BatchAdapter[Any]):
             table, region = inputs.block_table[group.number], group.region
             entries = first(region, table.block_table.gpu, rows)
             slots = first(f"slots {region}", table.slot_mapping.gpu, tokens)
-            last = self._tables.get(region)
-            if last is None or last.entries is not entries or last.write_slots is not slots:
-                last = self._tables[region] = table_of(group, entries, slots, ends)
-            tables[region] = last
+            tables[region] = table_of(group, entries, slots, ends)
         ids, positions = first("ids", runner.input_ids.gpu, tokens), first("positions", runner.positions, tokens)
         own = self._requests.tokens(names, lambda: inputs.num_computed_tokens_cpu[:rows].tolist(), new, ids)
         return self._requests.view(names, lengths, own, tables, positions)

@@ -16,8 +16,7 @@ Given = tuple[Tensor, Sequence[int]]
 def of_v1(runner: Any, output: Any, drafts: Any) -> Given:
     """``output`` of `_sample`; ``drafts``: the metadata of drafted tokens, None without any."""
     tokens: Tensor = output.sampled_token_ids
-    discarded = runner.discard_request_mask.np[: len(tokens)].tolist()
-    without = [row for row, is_one in enumerate(discarded) if is_one] if any(discarded) else ()
+    without = runner.discard_request_mask.np[: len(tokens)].nonzero()[0].tolist()
     return sampled_tokens(tokens, None if drafts is None else drafts.num_draft_tokens), without
 
 
