@@ -2,6 +2,7 @@
 test_engine; bits are flipped from outside, by vLLM's own tables."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -185,17 +186,24 @@ def test_what_is_always_wrong_ends_with_an_error(engine):
         assert told(guard, "recomputed", "aborted") == {"recomputed": ["ill"] * 2, "aborted": ["ill"]}
 
 
+@cache
+def windows_ahead() -> SmallEngine:
+    """Layers with windows, asynchronous scheduling, answers that depend on all of the prompt. Never given up, as
+    `conftest.shared`."""
+    small = SmallEngine("gemma3", async_scheduling=True, num_gpu_blocks_override=64)
+    with torch.no_grad():
+        for layer in small.runner.get_model().model.layers:
+            layer.input_layernorm.weight.fill_(1000)
+    return small
+
+
 @pytest.mark.xdist_group("process 0")
 def test_what_hits_a_wrong_prefix_beyond_its_window_is_computed_again():
     """Asynchronous scheduling, and findings that come with the tokens, as on a GPU. A request hits a block with flipped
     bits; before that is known, the next batch is made, with a request that hits what the first one is computing, and
     has not the block, which is outside of its window. By default its answer is wrong; with protect both are right, and
     another request that begins in that batch goes on."""
-    small = SmallEngine("gemma3", async_scheduling=True, num_gpu_blocks_override=64)
-    with torch.no_grad():
-        for layer in small.runner.get_model().model.layers:
-            # Answers depend on all of the prompt.
-            layer.input_layernorm.weight.fill_(1000)
+    small = windows_ahead()
     draw = random.Random("windows")
     ill, beside = ([draw.randrange(3, 500) for _ in range(5 * BLOCK)] for _ in range(2))
     shares = ill + beside[:20]
