@@ -70,6 +70,10 @@ def group_of_experts() -> None:
         parallel_state._EP = parallel_state.init_model_parallel_group(ranks, world.local_rank, "gloo", group_name="ep")
 
 
+KEPT: list[Any] = []
+"""Every engine of the process: vLLM gives up what all of them share with the first one that is collected."""
+
+
 class SmallEngine:
     """``model``: one of `models.MODELS`, or a folder. ``options``: what `vllm.LLM` is given beside `OPTIONS`.
 
@@ -87,6 +91,7 @@ class SmallEngine:
             self.llm = LLM(
                 model=model if os.path.isdir(model) else models.folder(model, root), **{**OPTIONS, **options}
             )
+        KEPT.append(self.llm)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.answers: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
