@@ -32,15 +32,19 @@ def attentive(model: str = "llama", connector: Any = CONNECTOR, **options: Any) 
 
 
 @pytest.fixture(scope="module")
-def small() -> SmallEngine:
+def small() -> Iterator[SmallEngine]:
     """One engine for most tests."""
-    return attentive()
+    made = attentive()
+    yield made
+    made.end()
 
 
 @pytest.fixture(scope="module")
-def ahead() -> SmallEngine:
+def ahead() -> Iterator[SmallEngine]:
     """The same with asynchronous scheduling."""
-    return attentive(async_scheduling=True)
+    made = attentive(async_scheduling=True)
+    yield made
+    made.end()
 
 
 @pytest.fixture

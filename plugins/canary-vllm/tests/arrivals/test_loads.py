@@ -29,7 +29,9 @@ def engine(request) -> Any:
     from vllm_on_cpu.engine import SmallEngine
 
     caching = request.param == "prefix cache"
-    return SmallEngine("llama", kv_transfer_config=CONNECTOR, enable_prefix_caching=caching)
+    made = SmallEngine("llama", kv_transfer_config=CONNECTOR, enable_prefix_caching=caching)
+    yield made
+    made.end()
 
 
 @pytest.fixture

@@ -71,7 +71,8 @@ def group_of_experts() -> None:
 
 
 KEPT: list[Any] = []
-"""Every engine of the process: vLLM gives up what all of them share with the first one that is collected."""
+"""Every engine of the process without a connector: vLLM gives up what all of them share with the first one that is
+collected. One with a connector is ended by its tests, since others would be asked for its messages."""
 
 
 class SmallEngine:
@@ -91,11 +92,16 @@ class SmallEngine:
             self.llm = LLM(
                 model=model if os.path.isdir(model) else models.folder(model, root), **{**OPTIONS, **options}
             )
-        KEPT.append(self.llm)
+        if "kv_transfer_config" not in options:
+            KEPT.append(self.llm)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.answers: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
         """Why each request ended, in vLLM's word."""
+
+    def end(self) -> None:
+        """Gives up the engine, and what vLLM's engines of the process share."""
+        self.llm.llm_engine.engine_core.shutdown()
 
     @property
     def scheduler(self) -> Any:
