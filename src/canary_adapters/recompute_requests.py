@@ -8,6 +8,7 @@ from collections.abc import Callable
 from canary_adapters.internal_requests import LEAST_TOKENS, PREFIX, Internal, InternalRequests, RecomputePair, Running
 from canary_adapters.parked_prefixes import ALL_PARKED, LOST_ADAPTER, PARKED
 from canary_adapters.parked_proofs import ParkedProofs, too_little
+from canary_adapters.sheltered import Sheltered
 from canary_adapters.touched_requests import TouchedRequests
 from canary_core import Event, emit
 from canary_core.config.values import RecomputeShare
@@ -64,7 +65,7 @@ class Recomputes:
         self._missed: list[RecomputePair] = []
         self.live: set[str] = set()
         """Internal requests that the engine may still know."""
-        self._shelter = Shelter(self)
+        self._shelter = Sheltered(self._failed, "requests are not computed again")
 
     def want(self, request: str) -> None:
         """A caller asks for ``request``; one computation answers all that ask meanwhile."""
@@ -156,14 +157,13 @@ class Recomputes:
         self._share = 0.0
         self._wanted.clear()
 
-    def sheltered(self) -> "Shelter":
+    def sheltered(self) -> Sheltered:
         """A context of code of ours on the scheduler's thread. After an exception nothing is computed again any more,
         and the engine's `InternalRequests.failed` is called; none reaches the scheduler."""
         return self._shelter
 
-    def failed(self, error: Exception) -> None:
-        """See `sheltered`."""
-        reason = f"requests are not computed again: {error_text(error)}"
+    def _failed(self, where: str, error: Exception) -> None:
+        reason = f"{where}: {error_text(error)}"
         self.stop(reason)
         self._engine.parked = reason
         emit(Event("hooks_left_out", "error", {"reason": reason}))
@@ -282,21 +282,3 @@ class Recomputes:
         self._taught += not touches and target.decoded >= LEAST_TOKENS
         held, own = self._engine.blocks(target.name), self._engine.blocks(one.name)
         return RecomputePair(target.name, one.name, target.tokens, target.decoded, held, own, touches, asked=one.asked)
-
-
-class Shelter:
-    """See `Recomputes.sheltered`."""
-
-    __slots__ = ("_recomputes",)
-
-    def __init__(self, recomputes: Recomputes) -> None:
-        self._recomputes = recomputes
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if isinstance(error, Exception):
-            self._recomputes.failed(error)
-            return True
-        return False
