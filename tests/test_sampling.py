@@ -177,6 +177,38 @@ def test_a_retracted_request_is_sampled_anew():
     assert serving.found() == []
 
 
+@pytest.mark.parametrize("chunk", [8, 2])
+def test_what_was_sampled_under_way_when_a_request_was_retracted_is_void(chunk):
+    """A verification under way gives two tokens more than the retracted request keeps. It is computed again, in chunks
+    perhaps, and then drafts are verified at the positions of these tokens: they are no samples."""
+    serving = Serving()
+    serving.sample(20, 30)
+    serving.append(20, 30)
+    for request in serving.requests:
+        request.tokens += [21, 22]
+    serving.forward()
+    retracted, other = serving.requests
+    retracted.tokens = retracted.tokens[:3]
+    retracted.cached, retracted.slots = 0, []
+    serving.canary.sampled.give(torch.tensor([[21, 22, 23], [21, 22, 33]]))
+    other.tokens.append(33)
+    prompt = retracted.tokens
+    while retracted.cached < len(prompt):
+        retracted.tokens = prompt[: retracted.cached + chunk]
+        serving.forward()
+        last = retracted.cached == len(prompt)
+        serving.sample(50, other.tokens[-1] + 1, without=() if last else (0,))
+        other.tokens.append(other.tokens[-1] + 1)
+    retracted.tokens += [50, 61, 62]
+    serving.forward()
+    assert serving.found() == []
+    serving.canary.sampled.give(torch.tensor([[61, 62, 63], [-2, -2, other.tokens[-1] + 1]]))
+    retracted.tokens.append(64)
+    other.tokens.append(other.tokens[-1] + 1)
+    serving.forward()
+    assert [found[:3] for found in serving.found()] == [(Kind.WRITE_INPUT, "a", 6)]
+
+
 def test_a_request_of_the_same_name_starts_without_a_past():
     """Its writer id is another one."""
     serving = Serving()

@@ -26,6 +26,7 @@ TOKEN_BITS = tl.constexpr(SAMPLE_TOKEN_BITS)
 TOKEN_VALUES = tl.constexpr(1 << SAMPLE_TOKEN_BITS)
 POSITION_BITS = tl.constexpr(SAMPLE_POSITION_BITS)
 POSITION_VALUES = tl.constexpr(1 << SAMPLE_POSITION_BITS)
+WRITER_SHIFT = tl.constexpr(SAMPLE_TOKEN_BITS + SAMPLE_POSITION_BITS)
 WRITER_VALUES = tl.constexpr(1 << SAMPLE_WRITER_BITS)
 TAIL = tl.constexpr(TAIL_WORDS)
 NONE_GIVEN = tl.constexpr(NO_SAMPLE)
@@ -56,9 +57,14 @@ def remember(samples):
         token = tl.load(p_token, mask=m_row[:, None], other=LEFT_OUT)  # [ROWS_AT_ONCE, KEPT]
         position = ((end >> TOKEN_BITS) & (POSITION_VALUES - 1)) - o_back[None, :]
         sample = tl.where((token >= 0) & (token < TOKEN_VALUES), end - o_back[None, :] * TOKEN_VALUES + token, 0)
-        kept = (end >> (TOKEN_BITS + POSITION_BITS)) % KEPT_WRITERS * KEPT + position % KEPT
-        said = m_row[:, None] & (end != 0) & (position > 0) & (token != LEFT_OUT)
-        tl.store(samples.p_samples + kept, sample, mask=said)
+        own = m_row[:, None] & (end != 0)
+        p_kept = samples.p_samples + (end >> WRITER_SHIFT) % KEPT_WRITERS * KEPT + (position + KEPT) % KEPT
+        # Beside the given tokens, not after them.
+        known = tl.load(p_kept, mask=own, other=0)
+        goes_on = tl.max(((token >= 0) & (token < TOKEN_VALUES)).to(tl.int32), axis=1)[:, None] > 0
+        later = goes_on & (known >= end + TOKEN_VALUES) & ((known >> WRITER_SHIFT) == (end >> WRITER_SHIFT))
+        said = own & (position > 0) & (token != LEFT_OUT)
+        tl.store(p_kept, tl.where(said, sample, 0), mask=said | (own & later))
         tl.store(
             p_token, tl.where(o_back[None, :] == 0, NONE_GIVEN, LEFT_OUT) + tl.zeros_like(token), mask=m_row[:, None]
         )

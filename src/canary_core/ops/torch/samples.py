@@ -24,19 +24,27 @@ from canary_core.records import (
 )
 
 TOKENS, POSITIONS, WRITERS = 1 << SAMPLE_TOKEN_BITS, 1 << SAMPLE_POSITION_BITS, 1 << SAMPLE_WRITER_BITS
+WRITER_SHIFT = SAMPLE_TOKEN_BITS + SAMPLE_POSITION_BITS
 
 
 def remember(samples: Samples) -> None:
     """Takes over the tokens given for the last forward, and empties `Samples.given`. A position without a sampled token
-    forgets an earlier one: the request goes on with an unknown token."""
+    forgets an earlier one: the request goes on with an unknown token. A request with a sampled token has none yet after
+    the row's last position: what was sampled there before it was computed anew, as of a batch under way when the
+    request was retracted, is forgotten."""
     rows = int(samples.ends[0])
     end, given = samples.ends[1 : 1 + rows], samples.given[:, :rows]
+    goes_on = (end != 0) & ((given >= 0) & (given < TOKENS)).any(0)
     for back in range(SAMPLE_TOKENS):
         token = given[SAMPLE_TOKENS - 1 - back]
         position = (end >> SAMPLE_TOKEN_BITS) % POSITIONS - back
+        kept = _kept(end >> WRITER_SHIFT, position)
+        known = samples.table[kept]
+        later = goes_on & (known >= end + TOKENS) & (known >> WRITER_SHIFT == end >> WRITER_SHIFT)
         sample = torch.where((token >= 0) & (token < TOKENS), end - (back << SAMPLE_TOKEN_BITS) + token, 0)
         said = (end != 0) & (position > 0) & (token != NOT_SAMPLED)
-        samples.table[_kept(end >> (SAMPLE_TOKEN_BITS + SAMPLE_POSITION_BITS), position)[said]] = sample[said]
+        samples.table[kept[later]] = 0
+        samples.table[kept[said]] = sample[said]
     given.fill_(NOT_SAMPLED)
     given[-1].fill_(NO_SAMPLE)
 
