@@ -107,6 +107,9 @@ class Engine:
         ranks = ("gpu_id", "tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank", "dp_rank")
         extra = {name: None if name == "dp_rank" else 0 for name in ranks if name in wanted}
         self.scheduler = scheduler.Scheduler(self.args, ports, **extra)
+        # SGLang turns it off by itself where it doesn't fit the rest; a test that asked for it would show nothing.
+        overlaps = not {**defaults, **options}.get("disable_overlap_schedule", False)
+        assert self.scheduler.enable_overlap == overlaps, "SGLang has turned the overlap scheduler off"
         self.runner = self.scheduler.tp_worker.model_runner
         self.requests: list[Any] = []
         self.aborted: set[str] = set()

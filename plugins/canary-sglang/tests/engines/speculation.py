@@ -26,12 +26,27 @@ def allow_on_a_cpu(algorithm: str) -> None:
 
     eagle_utils._is_xpu = cache_locs._is_xpu = True
     _take_a_number()
+    _overlap()
     if algorithm == "NGRAM":
         from sglang.srt import utils
 
         usual, utils.is_xpu = utils.is_xpu, lambda: True
         importlib.import_module("sglang.srt.speculative.ngram_worker")
         utils.is_xpu = usual
+
+
+def _overlap() -> None:
+    """SGLang turns the overlap scheduler off for speculation on a CPU, where nothing would be gained. Memory of a CPU
+    waits for no stream, and torch has no way to say so."""
+    module = importlib.import_module("sglang.srt.arg_groups.speculative_hook")
+    module._disable_overlap_schedule_for_cpu = lambda server_args: None
+    usual = torch.Tensor.record_stream
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        if tensor.is_cuda:
+            usual(tensor, stream)
+
+    torch.Tensor.record_stream = record_stream
 
 
 def _take_a_number() -> None:

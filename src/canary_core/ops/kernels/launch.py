@@ -24,7 +24,7 @@ from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.compile_process import CompileProcess
 from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, job_of, pack
 from canary_core.ops.kernels.fields import BatchFields, RegionFields, SourceFields, TableFields
-from canary_core.ops.kernels.tiles import SUMMED_TILE, Tiles, constants, is_long
+from canary_core.ops.kernels.tiles import Tiles, constants
 from canary_core.ops.launches import (
     LATE,
     Arguments,
@@ -379,7 +379,7 @@ def group_launches(
     if known is None:
         known = state.launches.by_group[op, table] = []
         for group in state.sources.groups if groups is None else groups:
-            tile = tiles.long if is_long(state, group) else SUMMED_TILE if group.parts else tiles.usual
+            tile = tiles.of(state, group)
             fixed = (region_arguments(state), source_arguments(state, group))
             every = ({"TABLE": table} if table else {}) | {"BYTES": constants(group, tile)}
             blocks = -(-len(group.columns) // max(tile.abreast, 1))

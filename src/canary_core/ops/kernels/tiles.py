@@ -36,13 +36,6 @@ class Tile(NamedTuple):
     programs: int = 16
 
 
-class Tiles(NamedTuple):
-    """The two tiles of one kernel: for slots of usual length, such as KV rows, and for long ones."""
-
-    usual: Tile
-    long: Tile
-
-
 SCRUB_TILE = Tile(32, 2, 2)
 # 12 warps of 168 registers are what a multiprocessor of 65,536 has room for.
 READ_CHECK_TILE = Tile(READ_TILE, 1, 3, sum_words=4, registers=168, programs=12)
@@ -58,11 +51,31 @@ LONG_TILE = Tile(1, 16, 2, columns=2048, abreast=2)
 """Many warps, since few requests make few programs; benchmarks/history/tuning.md has the tiles measured beside it."""
 SUMMED_TILE = Tile(READ_TILE, 1, 2, sum_words=4)
 """For sources that share fingerprints: a program goes through all of a group with the slots of a tile."""
+NARROW_TILE = SUMMED_TILE._replace(warps=2, programs=8)
+"""The same where a row is as narrow as one load. The scrub is slower with it, and so are wider rows."""
 LOOKED_UP = 128
 """Tokens of a batch looked at together by a program for long slots."""
 
-WRITE_TILES = Tiles(WRITE_TILE, LONG_TILE._replace(slots=LOOKED_UP))
-READ_CHECK_TILES = Tiles(READ_CHECK_TILE, LONG_TILE._replace(slots=READ_TILE))
+
+class Tiles(NamedTuple):
+    """The tiles of one kernel: for slots of usual length, such as KV rows, for long ones, and for narrow ones with
+    shared fingerprints."""
+
+    usual: Tile
+    long: Tile
+    narrow: Tile = SUMMED_TILE
+
+    def of(self, state: RegionState, group: SourceGroup) -> Tile:
+        """The tile for a source group of a region."""
+        if is_long(state, group):
+            return self.long
+        if not group.parts:
+            return self.usual
+        return self.narrow if group.shapes[0].words <= COLUMNS else SUMMED_TILE
+
+
+WRITE_TILES = Tiles(WRITE_TILE, LONG_TILE._replace(slots=LOOKED_UP), NARROW_TILE)
+READ_CHECK_TILES = Tiles(READ_CHECK_TILE, LONG_TILE._replace(slots=READ_TILE), NARROW_TILE)
 SCRUB_TILES = Tiles(SCRUB_TILE, LONG_TILE)
 VERIFY_TILES = Tiles(VERIFY_TILE, LONG_TILE)
 
