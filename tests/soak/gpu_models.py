@@ -34,6 +34,11 @@ MODELS: dict[str, dict[str, Any]] = {
         topk_method="greedy", n_group=1, topk_group=1, routed_scaling_factor=1.0, scoring_func="softmax",
         norm_topk_prob=False, moe_layer_freq=1, num_attention_heads=16, num_key_value_heads=16, head_dim=None,
     ),
+    "falcon_h1": dict(
+        architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", hidden_act="silu", mamba_n_heads=8,
+        mamba_d_head=64, mamba_d_ssm=512, mamba_n_groups=1, mamba_d_state=64, mamba_d_conv=4, mamba_expand=2,
+        mamba_chunk_size=256,
+    ),
 }  # fmt: skip
 
 

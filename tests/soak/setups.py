@@ -131,6 +131,7 @@ VLLM_ON_GPU: dict[str, tuple[str, dict[str, Any]]] = {
     "preempt": ("llama", dict(GRAPHS, num_gpu_blocks_override=70, max_num_batched_tokens=64)),
     "offload": ("llama", dict(kv_transfer_config=OFFLOAD, enable_prefix_caching=False, enforce_eager=True)),
     "fp8": ("llama", dict(GRAPHS, kv_cache_dtype="fp8")),
+    "states": ("falcon_h1", dict(GRAPHS, enable_prefix_caching=False)),
 }
 """Name: one of `gpu_models.MODELS`, and what `vllm.LLM` is given beside `ON_GPU`."""
 

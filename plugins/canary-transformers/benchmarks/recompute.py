@@ -1,7 +1,8 @@
 """The tables of docs/verify.md, measured anew: ``PYTHONPATH=plugins/canary-transformers/tests python3
-plugins/canary-transformers/benchmarks/recompute.py [ROUNDS]`` prints them. One round of clean traffic has three
-requests, a fork and a preemption, and some seven verdicts."""
+plugins/canary-transformers/benchmarks/recompute.py [ROUNDS] [DEVICE]`` prints them. One round of clean traffic has
+three requests, a fork and a preemption, and some seven verdicts."""
 
+import copy
 import statistics
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import canary_transformers
 import pytest
 import torch
+from canary_transformers.tiny_models import tiny_model
 from tiny import verified as engines
 from tiny.verified import HIT, NEW, Verified, tokens
 
@@ -32,6 +34,14 @@ FAULTS: list[tuple[str, str, Callable[..., None]]] = [
 ]
 
 
+DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
+
+
+def verified_by(name: str, dtype: torch.dtype) -> Verified:
+    """An engine on ``DEVICE``."""
+    return Verified(guard, name, dtype=dtype, make=lambda *args: copy.deepcopy(tiny_model(*args)).to(DEVICE))
+
+
 def guard(model: Any, **settings: Any) -> Any:
     """As in the tests."""
     return canary_transformers.guard(model, scrub_budget="64KiB", **settings)
@@ -47,7 +57,7 @@ def clean(rounds: int) -> None:
     print("| setup | verdicts | tokens | `differs` | layer 0: most; bound | last layer: median; most; bound |")
     print("|---|---|---|---|---|---|")
     for name, dtype in SETUPS:
-        verified = Verified(guard, name, dtype=dtype)
+        verified = verified_by(name, dtype)
         verified.taught()
         answers = verified.traffic(rounds)
         first = [one for answer in answers for one in answer.layers if one.layer == 0]
@@ -69,7 +79,7 @@ def clean(rounds: int) -> None:
 def broken(dtype: torch.dtype) -> None:
     """A row for each fault, found or not."""
     for what, name, fault in FAULTS:
-        verified = Verified(guard, name, dtype=dtype)
+        verified = verified_by(name, dtype)
         verified.taught()
         shared = tokens(verified.random)
         verified.submit("right", shared)
