@@ -11,11 +11,12 @@ from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.recomputer import CachedRequest, Computed, Touch
 from canary_core.records import Kind, Phase
-from canary_core.region import KVSource, Region, Role
+from canary_core.region import KVSource, Role
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.comparison import Compared, Comparing, Comparison
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise, first_layer
 from canary_core.watchers.recompute.own_noise import OwnNoise
+from canary_core.watchers.recompute.state_rows import holds_states
 from canary_core.watchers.recompute.verification import LayerError, Reason, Verification, Verifier
 
 Own = Callable[[], OwnNoise]
@@ -80,7 +81,7 @@ class RecomputeJudge:
         self._whole = whole
         self.rounding = rounding
         self._told: set[str] = set()
-        self._left_out: list[str] = []
+        self._left_out: set[tuple[str, ...]] = set()
 
     @cached_property
     def noise(self) -> Noise:
@@ -174,10 +175,14 @@ class RecomputeJudge:
         self._canary.count("recompute_differs" if wrong else "recompute_same")
         if not wrong:
             return Verification(cached.request, tokens, "same", None, None, layers, comparison.missing)
-        by_region = {one.region: one for one in comparison.errors}
-        # Of one layer rather its KV, which has positions.
-        first = min(wrong, key=lambda one: (one.layer, by_region[one.region].of_states, -one.worst / (one.bound or 1)))
-        found = by_region[first.region]
+        of = {(one.region, source.name): one for one in comparison.errors for source in one.sources}
+
+        def order(one: LayerError) -> tuple[float, ...]:
+            # Of one layer rather its KV, which has positions.
+            return one.layer, of[one.region, one.source].of_states, -one.worst / (one.bound or 1)
+
+        first = min(wrong, key=order)
+        found = of[first.region, first.source]
         finding = self._finding(cached, first, found, bounds[first.region, first.source])
         self._canary.report([finding])
         return Verification(cached.request, tokens, "differs", None, finding.explanation, layers, comparison.missing)
@@ -197,13 +202,13 @@ class RecomputeJudge:
             self._canary.tell(Event("unjudged", "warning", {**about, "reason": why}))
 
     def _leaves_out(self, sources: Sequence[str]) -> None:
-        """Says which sources no second computation is compared with, whenever there are others."""
+        """Says once which sources no second computation is compared with."""
         if not sources:
             return
         self._canary.count("recompute_left_out")
-        if list(sources) != self._left_out:
-            self._left_out = list(sources)
-            self._canary.tell(Event("recompute_left_out", "info", {"sources": self._left_out}))
+        if tuple(sources) not in self._left_out and len(self._left_out) < MOST_REASONS:
+            self._left_out.add(tuple(sources))
+            self._canary.tell(Event("recompute_left_out", "info", {"sources": list(sources)}))
 
     def _bounds(self, comparison: Comparison) -> dict[tuple[str, str], Bound]:
         """By region and source; none as long as the noise is not known, or where it was never compared."""
@@ -267,11 +272,6 @@ class RecomputeJudge:
             request=cached.request,
             rank=self._canary.config.rank,
         )
-
-
-def holds_states(region: Region) -> bool:
-    """Whether the slots of ``region`` are rows of recurrent states, which have no fingerprints."""
-    return any(source.role is Role.STATE for source in region.sources)
 
 
 def _rule(layer: int, everywhere: bool, touch: Touch | None) -> str:
