@@ -196,15 +196,18 @@ def test_states_are_compared_row_by_row(shape):
     pool.canary.close()
 
 
-def test_kv_is_named_before_a_state_of_the_same_layer():
-    """It has positions."""
+@pytest.mark.parametrize("layer", [1, 2])
+def test_kv_is_named_before_a_state_of_the_same_layer(layer):
+    """It has positions. Of layers behind the state's the first position is told with the state."""
     pool = StatePool()
     pool.taught()
     cached, computed = pool.request("broken")
     pool.held[3] += 1
-    pool.tensors[1][pool.own[64:]] *= 1.2
+    pool.tensors[layer][pool.own[64:]] *= 1.2
     assert pool.judge.judge(cached, computed).verdict == "differs"
-    assert [(v.source, v.position) for v in pool.findings.violations] == [("k.1", 64)]
+    (found,) = pool.findings.violations
+    assert (found.source, found.position) == (("k.1", 64) if layer == 1 else ("ssm.1", None))
+    assert ("behind it k.2 differs from position 64 on" in found.detail) == (layer == 2)
     pool.canary.close()
 
 

@@ -1,6 +1,8 @@
 """Models with recurrent states beside attention, computed again by SGLang's scheduler: clean requests are never told,
 and one with wrong states is, by the states themselves, or by the KV of the layers behind."""
 
+import re
+
 import pytest
 from tools.recompute_verdicts import ALL, clean, states_compared, told
 from tools.recomputes import QUIET, prompt
@@ -86,17 +88,40 @@ def test_states_of_a_request_that_decodes_meanwhile_are_left_out(launch):
     assert done["stats"]["recompute_left_out"] == states_compared(done).count(False)
 
 
+@pytest.mark.beyond_ci("the same with models without states, and clean traffic with states")
+@pytest.mark.parametrize("how", ["abort", "crowd"])
+def test_an_internal_request_gives_its_states_back_between_two_chunks(launch, how):
+    """Its request is aborted by the client, or others come."""
+    done = started(launch, "short_conv", **QUIET, CANARY_CONTROL="write").recompute_aborted(tokens=150, how=how)
+    assert not done["in_the_middle"]
+    assert done["on"]
+    assert not done["leaked"]
+    assert ("ended" if how == "abort" else "noise") in done["answer"]["reason"]
+
+
+@pytest.mark.beyond_ci("a prefix cache, and room for the states of many requests")
+@pytest.mark.parametrize("options", [{"max_mamba_cache_size": 9}, {"disable_radix_cache": True}])
+def test_states_are_taken_where_there_is_room_for_them(launch, options):
+    """Where requests of users take all that there are, and where SGLang keeps no states but theirs."""
+    done = started(launch, "short_conv", options, **ALL).recompute_traffic(prompts=traffic(8), new_tokens=40)
+    judged, _ = clean(done, 0)
+    assert judged >= 4
+    assert any(states_compared(done))
+
+
 @pytest.mark.parametrize(
-    ("fault", "layer", "rule"),
-    [("another_state", 1, "attention"), ("lost_updates", 0, "state"), ("exchanged_states", 0, "state")],
+    ("fault", "position"),
+    [("another_state", 50), ("lost_updates", 51), ("exchanged_states", None)],
 )
-def test_wrong_states_are_told_and_the_request_beside_is_well(engine, fault, layer, rule):
-    """By the KV and the states alone: all checks of bytes are off. What a hit brought has changed since, so only the KV
-    of the layer behind shows it, from the first token that read it on."""
+def test_wrong_states_are_told_and_the_request_beside_is_well(engine, fault, position):
+    """By the KV and the states alone: all checks of bytes are off. The state of the first layer is named, and where the
+    KV of the layer behind begins to differ; no token has read yet what was exchanged since the last forward."""
     done = engine.recompute_broken(fault=fault, tokens=50)
     assert done["verdicts"] == ["differs", "same"], done["answers"]
-    position = 50 if rule == "attention" else None
-    assert told(done) == [(layer, position, "ill", rule)]
+    assert told(done) == [(0, None, "ill", "state")]
+    (detail,) = [v["detail"] for v in done["violations"] if v["kind"] == "recompute"]
+    behind = re.search(r"behind it [kv]\.1 differs from position (\d+) on", detail)
+    assert (int(behind[1]) if behind else None) == position
 
 
 def test_states_behind_what_ended_requests_left_are_compared(engine):

@@ -69,6 +69,9 @@ def recompute_overlapped(engine: Any, prompts: list[list[int]], new_tokens: int)
 def _done(engine: Any, first: int, sent: dict[str, Any]) -> dict[str, Any]:
     for _ in range(3):
         engine.step()
+    while engine.scheduler.chunked_req is not None:
+        # An idle engine is in the middle of a proof.
+        engine.step()
     served = engine.requests[first:]
     outputs, cached = [list(one.output_ids) for one in served], sum(int(one.cached_tokens) for one in served)
     return {"outputs": outputs, "cached": cached, **_left(engine, sent), **findings(engine)}
