@@ -100,13 +100,13 @@ def test_an_internal_request_gives_its_states_back_between_two_chunks(launch, ho
 
 
 @pytest.mark.beyond_ci("a prefix cache, and room for the states of many requests")
-@pytest.mark.parametrize("options", [{"max_mamba_cache_size": 9}, {"disable_radix_cache": True}])
+@pytest.mark.parametrize("options", [{"max_mamba_cache_size": 15}, {"disable_radix_cache": True}])
 def test_states_are_taken_where_there_is_room_for_them(launch, options):
-    """Where requests of users take all that there are, and where SGLang keeps no states but theirs."""
-    done = started(launch, "short_conv", options, **ALL).recompute_traffic(prompts=traffic(8), new_tokens=40)
+    """Where requests of users leave the prefix cache none to keep, and without a prefix cache."""
+    done = started(launch, "short_conv", options, **ALL).recompute_traffic(prompts=traffic(6), new_tokens=40)
     judged, _ = clean(done, 0)
-    assert judged >= 4
-    assert any(states_compared(done))
+    assert judged >= 6
+    assert states_compared(done).count(True) >= 6
 
 
 @pytest.mark.parametrize(
