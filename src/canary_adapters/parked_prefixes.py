@@ -12,7 +12,7 @@ from canary_core import Event, Touch, emit
 
 GroupBlocks = Sequence[Sequence[int] | Tensor]
 """A request's blocks, by group and by position; 0 and less for none. A tensor has slots, as the engine's tables number
-these."""
+these; of recurrent states the one slot, or none where the states are not those behind the tokens in question."""
 
 PARKED = "canary-parked-"
 """Before the name of a request: the prefix left by the request."""

@@ -228,8 +228,7 @@ class RecomputePairs:
             self._waiting = [one for one in self._waiting if not one.finish()]
 
     def _cached(self, pair: RecomputePair) -> CachedRequest:
-        groups = self._groups if pair.held else ()
-        slots = {group.region: self._slots(group, pair.held[group.number], pair.tokens) for group in groups}
+        slots = {group.region: self._slots(group, pair.held[group.number], pair.tokens) for group in self._there(pair)}
         if pair.parked is None:
             return CachedRequest(pair.request, range(pair.tokens), slots, pair.touches)
         name, content = pair.request.removeprefix(PARKED), pair.content or range(pair.tokens)
@@ -237,8 +236,13 @@ class RecomputePairs:
 
     def _computed(self, pair: RecomputePair) -> dict[str, Computed]:
         regions = self._canary.regions
-        names = [group.region for group in self._groups]
+        names = [group.region for group in self._there(pair)]
         return {name: Computed.within(regions[name], self._own(pair, name, pair.tokens)) for name in names}
+
+    def _there(self, pair: RecomputePair) -> list[BlockGroup]:
+        """Groups of which both requests have something to compare."""
+        groups = self._groups if pair.held and pair.own else ()
+        return [group for group in groups if len(pair.held[group.number]) and len(pair.own[group.number])]
 
     def _own(self, pair: RecomputePair, region: str, tokens: int) -> torch.Tensor:
         group = next(group for group in self._groups if group.region == region)

@@ -12,6 +12,7 @@ from canary_core import (
     KVSource,
     RecomputeJudge,
     Region,
+    RegionKind,
     Role,
     Touch,
 )
@@ -152,6 +153,77 @@ def test_what_has_no_numbers_is_told(pool):
     (left_out,) = pool.findings.told("recompute_left_out")
     assert (left_out.fields["sources"], pool.canary.stats()["recompute_left_out"]) == (["kv k.2", "kv k.3"], 1)
     assert "not compared: kv k.0, kv k.1" in answer.table()
+
+
+class StatePool(Pool):
+    """K of tokens beside a state of each request, of two heads and as many rows of numbers as a verdict takes."""
+
+    def __init__(self, shape: tuple[int, ...] = (2, 32, 8)) -> None:
+        super().__init__()
+        self.held = torch.zeros(8, *shape)
+        size = self.held[0].numel() * 4
+        source = KVSource(self.held, "ssm", 1, chunk_bytes=size, slot_stride_bytes=size, dtype=torch.float32)
+        self.state = Region("state", 8, (source,), RegionKind.STATE, null_slot=0)
+        config = CanaryConfig.load(mode="log", silence_s=0, bytes="off")
+        self.canary.close()
+        self.canary = Canary([self.region, self.state], config, hooks=private_hooks(self.findings))
+        self.judge = RecomputeJudge(self.canary, lambda: ROUNDING)
+
+    def request(self, name: str, noise: float = NOISE, touches: tuple[Touch, ...] = ()) -> "tuple[CachedRequest, dict]":
+        """Its state is in slot 3, and that of the second computation in slot 5."""
+        cached, computed = super().request(name, noise, touches)
+        self.held[3] = torch.randn(self.held[3].shape, generator=self.random)
+        self.held[5] = self.held[3] * (1 + noise * torch.randn(self.held[3].shape, generator=self.random))
+        slots = {**cached.slots, "state": torch.tensor([3])}
+        own = {**computed, "state": Computed.within(self.state, torch.tensor([5]))}
+        return CachedRequest(name, cached.tokens, slots, touches), own
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 8), (64,), (3, 64)])
+def test_states_are_compared_row_by_row(shape):
+    """Also those whose last dimension is divided to give as many rows as a verdict takes. Noise as in fresh requests is
+    the same, and a state that is another one is found without a position; its bytes have no fingerprints by now."""
+    pool = StatePool(shape)
+    pool.taught()
+    answer = pool.judge.judge(*pool.request("clean"))
+    assert (answer.verdict, answer.uncompared) == ("same", [])
+    assert {one.source for one in answer.layers} >= {"ssm.1"}
+    cached, computed = pool.request("broken")
+    pool.held[3] = torch.randn(shape, generator=pool.random)
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    (found,) = pool.findings.violations
+    assert (found.rule, found.region, found.source, found.position) == ("state", "state", "ssm.1", None)
+    pool.canary.close()
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_kv_is_named_before_a_state_of_the_same_layer(layer):
+    """It has positions. Of layers behind the state's the first position is told with the state."""
+    pool = StatePool()
+    pool.taught()
+    cached, computed = pool.request("broken")
+    pool.held[3] += 1
+    pool.tensors[layer][pool.own[64:]] *= 1.2
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    (found,) = pool.findings.violations
+    assert (found.source, found.position) == (("k.1", 64) if layer == 1 else ("ssm.1", None))
+    assert ("behind it k.2 differs from position 64 on" in found.detail) == (layer == 2)
+    pool.canary.close()
+
+
+def test_states_that_are_not_compared_are_told_once():
+    """Where both requests did not stand at the same token, or a state has too few numbers for a verdict."""
+    pool, small = StatePool(), StatePool((3, 5))
+    for name in "ab":
+        cached, computed = pool.request(name)
+        cached = CachedRequest(name, cached.tokens, {"kv": cached.slots["kv"]})
+        assert pool.judge.judge(cached, {"kv": computed["kv"]}).uncompared == ["state ssm.1"]
+        assert pool.judge.judge(*pool.request(f"{name} beside")).uncompared == []
+        assert small.judge.judge(*small.request(name)).uncompared == ["state ssm.1"]
+    for one in (pool, small):
+        assert [event.fields["sources"] for event in one.findings.told("recompute_left_out")] == [["state ssm.1"]]
+        assert one.canary.stats()["recompute_left_out"] == 2
+        one.canary.close()
 
 
 class CoarsePool(Pool):

@@ -13,6 +13,7 @@ import torch
 
 from tools.inspection import findings
 from tools.recomputes import begin, finish, prompt, teach
+from tools.state_faults import tensors
 from tools.storms import Served, loop
 
 PATIENCE = 400
@@ -90,6 +91,20 @@ def parked_scale(engine: Any, name: str, layer: int, positions: list[int], facto
     slots = _slots(engine, name)[positions]
     with torch.inference_mode():
         engine.runner.token_to_kv_pool.v_buffer[layer][slots] *= factor
+
+
+def parked_state(engine: Any, name: str, factor: float) -> None:
+    """All states behind the last token of a prefix, in the pool itself."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    prefix = _known(engine).get(name)
+    core = engine.scheduler.tree_cache.tree_core
+    node = core.match_full_device_prefix(RadixKey(prefix.key))[1]
+    (slot,) = core.get_component_device_value(node, ComponentType.MAMBA).tolist()
+    with torch.inference_mode():
+        for states in tensors(engine):
+            states[:, slot] *= factor
 
 
 def parked_evict(engine: Any, tokens: int) -> int:
@@ -375,7 +390,8 @@ def _slots(engine: Any, name: str) -> torch.Tensor:
 
 
 COMMANDS = (
-    parked_serve, parked_prompt, parked_verify, parked_asked, parked_teach, parked_weight, parked_scale, parked_evict,
+    parked_serve, parked_prompt, parked_verify, parked_asked, parked_teach, parked_weight, parked_scale, parked_state,
+    parked_evict,
     parked_left, parked_known, parked_reused, parked_tree, parked_drain, parked_idle, parked_rests, parked_gives_way,
     parked_traffic, parked_flush_overlapped, parked_left_out, parked_command, parked_begin, parked_finish,
 )  # fmt: skip

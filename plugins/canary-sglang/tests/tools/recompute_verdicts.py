@@ -25,7 +25,12 @@ def clean(done: dict[str, Any], layers: int = 3) -> tuple[int, int]:
 
 
 def told(done: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Layer, position, request and rule of each finding of a recompute."""
+    """Layer, position, request and rule of each finding of a recompute; of a state no position."""
     return [
-        (v["layer"], v["position"], v["request"], v["rule"]) for v in done["violations"] if v["kind"] == "recompute"
+        (v["layer"], v.get("position"), v["request"], v["rule"]) for v in done["violations"] if v["kind"] == "recompute"
     ]
+
+
+def states_compared(done: dict[str, Any]) -> list[bool]:
+    """Of each answer, whether recurrent states were compared."""
+    return [any(one["region"] == "mamba" for one in answer["layers"]) for answer in done["answers"]]

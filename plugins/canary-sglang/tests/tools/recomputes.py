@@ -8,6 +8,7 @@ from typing import Any
 
 from tools.draft_faults import Change, broken_once, kept_draft, wrong_key
 from tools.inspection import findings
+from tools.state_faults import another_state, cached, exchange, lost_updates, state_of
 from tools.storms import Served, loop
 
 OPTIONS = {
@@ -67,6 +68,9 @@ def recompute_overlapped(engine: Any, prompts: list[list[int]], new_tokens: int)
 
 def _done(engine: Any, first: int, sent: dict[str, Any]) -> dict[str, Any]:
     for _ in range(3):
+        engine.step()
+    while engine.scheduler.chunked_req is not None:
+        # An idle engine is in the middle of a proof.
         engine.step()
     served = engine.requests[first:]
     outputs, cached = [list(one.output_ids) for one in served], sum(int(one.cached_tokens) for one in served)
@@ -264,6 +268,35 @@ def _in_a_draft(change: Change) -> Callable[[Any, list[int]], int]:
     return breaks
 
 
+def _another_state(engine: Any, tokens: list[int]) -> int:
+    """A hit goes on from the recurrent states of another prompt, for so many tokens as a verdict takes."""
+
+    def serve(name: str, prompt: list[int]) -> None:
+        begin(engine, {name: prompt}, 2)
+        finish(engine, name)
+
+    serve("before", tokens)
+    other = cached(engine, lambda: serve("other", tokens[::-1]))
+    with another_state(engine, other):
+        begin(engine, {"ill": [*tokens, *prompt("tail", DECODED)]}, 2)
+    begin(engine, {"well": [*tokens, *prompt("another tail", DECODED)]}, 2)
+    return len(tokens)
+
+
+def _lost_updates(engine: Any, tokens: list[int]) -> int:
+    """Where ``ill`` decodes, it forgets at once."""
+    with lost_updates(engine):
+        begin(engine, {"ill": tokens, "well": tokens[::-1]}, DECODED)
+    return len(tokens)
+
+
+def _exchanged_states(engine: Any, tokens: list[int]) -> None:
+    """Those of ``ill`` and of a request that nobody asks for, between two forwards."""
+    begin(engine, {"ill": tokens, "well": tokens[::-1], "beside": tokens[1:]}, DECODED)
+    exchange(engine, state_of(engine, "ill"), state_of(engine, "beside"))
+    engine.abort("beside")
+
+
 FAULTS: dict[str, Callable[[Any, list[int]], int | None]] = {
     "changed_norm": _changed_norm,
     "short_decodes": _short_decodes,
@@ -272,6 +305,9 @@ FAULTS: dict[str, Callable[[Any, list[int]], int | None]] = {
     "short_window": _short_window,
     "kept_draft": _in_a_draft(kept_draft),
     "wrong_key": _in_a_draft(wrong_key),
+    "another_state": _another_state,
+    "lost_updates": _lost_updates,
+    "exchanged_states": _exchanged_states,
 }
 
 
@@ -307,7 +343,7 @@ def _answer(asked: Any) -> dict[str, Any]:
 
 
 def _pools(engine: Any) -> list[int]:
-    """Free rows of the table, and slots of each pool that are free or of the prefix cache."""
+    """Free rows of the table, and slots and states of each pool that are free or of the prefix cache."""
     scheduler = engine.scheduler
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
     slots = [allocator.available_size() + tree.evictable_size()]
@@ -316,6 +352,8 @@ def _pools(engine: Any) -> list[int]:
             allocator.full_available_size() + tree.full_evictable_size(),
             allocator.swa_available_size() + tree.swa_evictable_size(),
         ]
+    if tree.supports_mamba():
+        slots.append(scheduler.req_to_token_pool.mamba_allocator.available_size() + tree.mamba_evictable_size())
     return [int(size) for size in (scheduler.req_to_token_pool.available_size(), *slots)]
 
 

@@ -1,8 +1,9 @@
 """`Comparison`: the KV of a request in the cache against a second computation of it; `Comparing`: one under way."""
 
+import copy
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from canary_core.region import KVSource, RegionKind, Role
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.watchers.recompute.noise import Errors
 from canary_core.watchers.recompute.parked import ParkedRecords
+from canary_core.watchers.recompute.state_rows import by_rows, row_slots
 
 KINDS = (RegionKind.FULL, RegionKind.WINDOW)
 """Regions of one token a slot, written once."""
@@ -74,14 +76,31 @@ class Comparing:
         self._before = self._after = None if cached.parked is None else ParkedRecords(canary.states, cached)
         for name, slots in cached.slots.items():
             state, again = canary.states[name], computed.get(name)
-            known = again is not None and state.region.kind in KINDS
-            sources = () if again is None or not known else self._begin(canary.backend, state, slots, again)
+            sources: Sequence[KVSource] = ()
+            if again is not None and state.region.kind is RegionKind.STATE:
+                sources = self._begin_states(canary.backend, state, slots, again)
+            elif again is not None and state.region.kind in KINDS:
+                sources = self._begin(canary.backend, state, slots, again)
             names = {source.name for source in sources}
             self._missing += [f"{name} {source.name}" for source in state.region.sources if source.name not in names]
         self._missing += [f"{one.name} {source.name}" for one in regions if one.name not in cached.slots
                           for source in one.sources]  # fmt: skip
         if self._before is not None:
             self._after = ParkedRecords(canary.states, cached)
+
+    def _begin_states(self, backend: str, state: RegionState, slots: Tensor, computed: Computed) -> Sequence[KVSource]:
+        """Row by row, where both sides have as many rows."""
+        again = dict(by_rows(computed.sources))
+        compared: list[KVSource] = []
+        for rows, sources in by_rows(state.region.sources):
+            if rows in again:
+                of_rows = copy.copy(state)
+                of_rows.region = replace(
+                    state.region, sources=sources, slots=state.region.slots * rows, null_slot=None, slot_map=None
+                )
+                own = Computed(again[rows], row_slots(computed.slots, rows))
+                compared += self._begin(backend, of_rows, row_slots(slots, rows), own)
+        return compared
 
     def _begin(self, backend: str, state: RegionState, slots: Tensor, computed: Computed) -> Sequence[KVSource]:
         again = {source.name: source for source in computed.sources}

@@ -1,7 +1,7 @@
 """`RecomputeJudge`: verdicts on requests in the cache whose KV was computed a second time, by whomever."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -11,11 +11,12 @@ from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.recomputer import CachedRequest, Computed, Touch
 from canary_core.records import Kind, Phase
-from canary_core.region import KVSource, Region, Role
+from canary_core.region import KVSource, Role
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.comparison import Compared, Comparing, Comparison
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise, first_layer
 from canary_core.watchers.recompute.own_noise import OwnNoise
+from canary_core.watchers.recompute.state_rows import holds_states
 from canary_core.watchers.recompute.verification import LayerError, Reason, Verification, Verifier
 
 Own = Callable[[], OwnNoise]
@@ -80,7 +81,7 @@ class RecomputeJudge:
         self._whole = whole
         self.rounding = rounding
         self._told: set[str] = set()
-        self._left_out: list[str] = []
+        self._left_out: set[tuple[str, ...]] = set()
 
     @cached_property
     def noise(self) -> Noise:
@@ -174,11 +175,9 @@ class RecomputeJudge:
         self._canary.count("recompute_differs" if wrong else "recompute_same")
         if not wrong:
             return Verification(cached.request, tokens, "same", None, None, layers, comparison.missing)
-        by_region = {one.region: one for one in comparison.errors}
-        # Of one layer rather its KV, which has positions.
-        first = min(wrong, key=lambda one: (one.layer, by_region[one.region].of_states, -one.worst / (one.bound or 1)))
-        found = by_region[first.region]
-        finding = self._finding(cached, first, found, bounds[first.region, first.source])
+        of = {(one.region, source.name): one for one in comparison.errors for source in one.sources}
+        far = [_Far(one, of[one.region, one.source], bounds[one.region, one.source]) for one in wrong]
+        finding = self._finding(cached, min(far, key=_Far.order), far)
         self._canary.report([finding])
         return Verification(cached.request, tokens, "differs", None, finding.explanation, layers, comparison.missing)
 
@@ -197,13 +196,13 @@ class RecomputeJudge:
             self._canary.tell(Event("unjudged", "warning", {**about, "reason": why}))
 
     def _leaves_out(self, sources: Sequence[str]) -> None:
-        """Says which sources no second computation is compared with, whenever there are others."""
+        """Says once which sources no second computation is compared with."""
         if not sources:
             return
         self._canary.count("recompute_left_out")
-        if list(sources) != self._left_out:
-            self._left_out = list(sources)
-            self._canary.tell(Event("recompute_left_out", "info", {"sources": self._left_out}))
+        if tuple(sources) not in self._left_out and len(self._left_out) < MOST_REASONS:
+            self._left_out.add(tuple(sources))
+            self._canary.tell(Event("recompute_left_out", "info", {"sources": list(sources)}))
 
     def _bounds(self, comparison: Comparison) -> dict[tuple[str, str], Bound]:
         """By region and source; none as long as the noise is not known, or where it was never compared."""
@@ -230,29 +229,20 @@ class RecomputeJudge:
                     layers.append(LayerError(one.region, source.name, source.layer, len(tokens), *figures))
         return layers
 
-    def _finding(self, cached: CachedRequest, first: LayerError, errors: Errors, bound: Bound) -> Violation:
+    def _finding(self, cached: CachedRequest, first: "_Far", far: Sequence["_Far"]) -> Violation:
         """A finding about the first differing layer, at the first differing position."""
-        column = next(i for i, source in enumerate(errors.sources) if source.name == first.source)
-        source, values = errors.sources[column], errors.values[column]
-        starts, medians = errors.windows()
-        over = [starts[i] for i in (medians[column] > bound.window).nonzero()[:, 0].tolist()]
-        window = values[over[0] : over[0] + WINDOW_TOKENS]
-        # At least half of the window is over the bound of medians, if nothing is over that of a single token.
-        far = window > (bound.token if bool((window > bound.token).any()) else bound.window)
-        at = over[0] + int(far.nonzero()[0])
-        position = errors.positions[at]
-        if errors.of_states:
-            return replace(
-                self._about(cached, source, errors.region), rule="state", detail=_detail(first, cached, "rows")
-            )
-        everywhere = len(over) == len(starts) and at == 0
+        about = self._about(cached, first.source, first.errors.region)
+        if first.errors.of_states:
+            behind = min((one for one in far if not one.errors.of_states), key=_Far.order, default=None)
+            return replace(about, rule="state", detail=_detail(first.error, cached, "rows", behind))
+        position, everywhere = first.begins()
         touch = next((touch for touch in cached.touches if position < touch.end), None)
         return replace(
-            self._about(cached, source, errors.region),
-            slot=int(cached.slots[errors.region][position]),
+            about,
+            slot=int(cached.slots[first.errors.region][position]),
             position=position,
-            rule=_rule(first.layer, everywhere, touch),
-            detail=_detail(first, cached),
+            rule=_rule(first.error.layer, everywhere, touch),
+            detail=_detail(first.error, cached),
         )
 
     def _about(self, cached: CachedRequest, source: KVSource, region: str) -> Violation:
@@ -269,11 +259,6 @@ class RecomputeJudge:
         )
 
 
-def holds_states(region: Region) -> bool:
-    """Whether the slots of ``region`` are rows of recurrent states, which have no fingerprints."""
-    return any(source.role is Role.STATE for source in region.sources)
-
-
 def _rule(layer: int, everywhere: bool, touch: Touch | None) -> str:
     """The likely sort of cause, see `canary_core.kinds.recompute`."""
     if touch is not None:
@@ -283,11 +268,46 @@ def _rule(layer: int, everywhere: bool, touch: Touch | None) -> str:
     return "input" if layer == 0 else "attention"
 
 
-def _detail(first: LayerError, cached: CachedRequest, rows: str = "tokens") -> str:
+def _detail(first: LayerError, cached: CachedRequest, rows: str = "tokens", behind: "_Far | None" = None) -> str:
     touched = "".join(f"; a {touch.what} brought its first {touch.end} tokens" for touch in cached.touches)
+    if behind is not None:
+        touched += f"; behind it {behind.error.source} differs from position {behind.begins()[0]} on"
     if cached.parked is not None:
         touched += f"; it has ended, and the prefix cache keeps {len(cached.tokens)} tokens of it"
     return (
         f"first in {first.source}, by {first.worst:.2g} of its size in the median of {WINDOW_TOKENS} {rows}, where "
         f"noise is at most {first.bound or 0:.2g}{touched}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Far:
+    """A source whose error is no noise."""
+
+    error: LayerError
+    errors: Errors
+    bound: Bound
+
+    @property
+    def column(self) -> int:
+        """Its place in `errors`."""
+        return next(i for i, source in enumerate(self.errors.sources) if source.name == self.error.source)
+
+    @property
+    def source(self) -> KVSource:
+        """Where its numbers are."""
+        return self.errors.sources[self.column]
+
+    def order(self) -> tuple[float, ...]:
+        """By layer; of one layer rather KV, which has positions."""
+        return self.error.layer, self.errors.of_states, -self.error.worst / (self.error.bound or 1)
+
+    def begins(self) -> tuple[int, bool]:
+        """The first differing position, and whether all of it differs."""
+        values, (starts, medians) = self.errors.values[self.column], self.errors.windows()
+        over = [starts[i] for i in (medians[self.column] > self.bound.window).nonzero()[:, 0].tolist()]
+        window = values[over[0] : over[0] + WINDOW_TOKENS]
+        # At least half of the window is over the bound of medians, if nothing is over that of a single token.
+        far = window > (self.bound.token if bool((window > self.bound.token).any()) else self.bound.window)
+        at = over[0] + int(far.nonzero()[0])
+        return self.errors.positions[at], len(over) == len(starts) and at == 0

@@ -151,7 +151,8 @@ class Noise:
         found = [(errors.region, *one) for errors in pair for one in errors.like()]
         deepest: dict[str, float] = {}
         for region, source, tokens in sorted(found, key=lambda one: one[1].layer):
-            worst = MARGIN * float(tokens.max()) if tokens.numel() else 0.0
+            margin = MARGIN * (STATES_MARGIN if source.role is Role.STATE else 1.0)
+            worst = margin * float(tokens.max()) if tokens.numel() else 0.0
             deepest[source.half] = worst = max(worst, deepest.get(source.half, 0.0))
             self._raise(region, source, Bound(worst, worst))
 

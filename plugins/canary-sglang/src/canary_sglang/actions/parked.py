@@ -20,11 +20,12 @@ NONE = array("q")
 class RadixPrefix(ParkedPrefix):
     """Takes the place of SGLang's own request in the making of an internal one. content: int64 ids of whole pages. key:
     the same ids, with the tokens `looked_ahead` at. cache: the prefix cache, asked anew each time, without a lock and
-    without a change to the order of eviction. slots: those of each region, of slots as numbered in the engine's tables.
-    extra_key, cache_salt: as in the request's key there. lora_id: the request's adapter, None for none."""
+    without a change to the order of eviction. slots: those of each region, of slots as numbered in the engine's tables,
+    and of states. extra_key, cache_salt: as in the request's key there. lora_id: the request's adapter, None for
+    none."""
 
     cache: Any
-    slots: Callable[[Tensor], Sequence[Tensor]]
+    slots: Callable[[Tensor, Tensor], Sequence[Tensor]]
     key: "array[int]"
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -44,7 +45,8 @@ class RadixPrefix(ParkedPrefix):
 
     def blocks(self) -> Sequence[Tensor]:
         """Slots of each region by position, in the place of blocks; no more than are left."""
-        return self.slots(caches.matched_slots(self.cache, self.key, self.extra_key, self.cache_salt))
+        where = self.cache, self.key, self.extra_key, self.cache_salt
+        return self.slots(caches.matched_slots(*where), caches.matched_state(*where))
 
 
 class RadixPrefixes:
@@ -58,7 +60,7 @@ class RadixPrefixes:
         self,
         cache: Any,
         tokens: int,
-        slots: Callable[[Tensor], Sequence[Tensor]],
+        slots: Callable[[Tensor, Tensor], Sequence[Tensor]],
         sheltered: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.cache = cache
@@ -89,6 +91,10 @@ class RadixPrefixes:
             page, more = int(self.cache.page_size), caches.looked_ahead(self.cache)
             content = ids[: max(0, len(ids) - more) // page * page]
             key = ids[: len(content) + more]
+            if self.cache.supports_mamba():
+                # No further than the last state that the cache was given.
+                content = content[: caches.matched(self.cache, key, request.extra_key, request.cache_salt)[0]]
+                key = ids[: len(content) + more]
         self.known.add(
             RadixPrefix(
                 name=request.rid, content=content, touches=touches(request), why=why, cache=self.cache,

@@ -11,7 +11,6 @@ from torch import Tensor
 from canary_adapters import (
     LOST_ADAPTER,
     UNREMEMBERED,
-    BlockGroup,
     InternalRequests,
     ParkedPrefix,
     RecomputePair,
@@ -22,8 +21,9 @@ from canary_adapters import (
     model_rounding,
     recompute_off,
 )
-from canary_core import Canary, RegionKind, may_recompute
+from canary_core import Canary, may_recompute
 from canary_sglang.actions.agreement import Agreement
+from canary_sglang.actions.compared import NO_STATES, ComparedRegions
 from canary_sglang.actions.held_messages import HeldMessages
 from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
 from canary_sglang.actions.ranks import Ranks
@@ -32,8 +32,6 @@ from canary_sglang.compat import attended, caches, runners, schedulers
 
 SPARE = 2
 """An internal request must leave as many tokens free as it takes, and so many pages for each running request."""
-
-KINDS = (RegionKind.FULL, RegionKind.WINDOW)
 
 NOT_FROM_THE_START = f"of several ranks {UNREMEMBERED}"
 NOT_ALIKE = "not all ranks have requests computed again in the same way, or some are unguarded: they can't do it alike"
@@ -64,15 +62,13 @@ class SchedulerRecompute(InternalRequests):
         self._off: str | None = None
         self._failed: str | None = None
         self._table: Tensor = runner.req_to_token_pool.req_to_token
-        regions = [canary.regions[name] for name in paged]
-        compared = [region for region in regions if region.kind in KINDS and region.tokens_per_slot == 1]
-        groups = [BlockGroup(region.name, number, 1) for number, region in enumerate(compared)]
-        self._runner, self._compared = runner, compared
-        self._all_compared = len(compared) == len(canary.regions)
+        self._runner, self._compared = runner, ComparedRegions(canary, runner, paged)
         model = runner.model_config
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
-        calls = attended.calls(runner, compared)
-        self.pairs = RecomputePairs(canary, groups, rounding, lambda: [one.rid for one in self._users()], calls)
+        calls = attended.calls(runner, self._compared.regions)
+        self.pairs = RecomputePairs(
+            canary, self._compared.groups, rounding, lambda: [one.rid for one in self._users()], calls
+        )
         self._touched = Touches(self._request)
         self._recomputes = Recomputes(self, self._touched, canary.config.recompute, self._clock)
         self._active = bool(canary.config.recompute)
@@ -227,7 +223,8 @@ class SchedulerRecompute(InternalRequests):
         free = caches.free_tokens(cache, allocator)
         tokens = target.tokens + int(scheduler.page_size)
         spare = SPARE * int(scheduler.page_size) * len(scheduler.running_batch.reqs)
-        return scheduler.req_to_token_pool.available_size() > 1 and SPARE * tokens + spare <= free
+        rows = scheduler.req_to_token_pool.available_size()
+        return rows > 1 and SPARE * tokens + spare <= free and caches.states_fit(cache, evicts=True)
 
     def hindered(self, prefix: ParkedPrefix) -> str | None:
         """See `InternalRequests`."""
@@ -235,12 +232,13 @@ class SchedulerRecompute(InternalRequests):
         return None if adapter is None or adapter in runners.adapters(self._runner) else LOST_ADAPTER
 
     def spare(self, request: str) -> bool:
-        """See `InternalRequests`. With so many free slots SGLang evicts nothing."""
+        """See `InternalRequests`. With so many free slots, and states, SGLang evicts nothing."""
         scheduler, target = self._scheduler, self._in_turn(request)
         if target is None:
             return False
         needed = target.tokens + SPARE * int(scheduler.page_size)
-        return needed <= int(scheduler.token_to_kv_pool_allocator.available_size())
+        fits = needed <= int(scheduler.token_to_kv_pool_allocator.available_size())
+        return fits and caches.states_fit(scheduler.tree_cache, evicts=False)
 
     def _in_turn(self, request: str) -> Running | None:
         """The target, where nobody else waits or is between two chunks."""
@@ -275,22 +273,24 @@ class SchedulerRecompute(InternalRequests):
 
     def blocks(self, name: str) -> Sequence[Tensor]:
         """The slots of a request by position, in the place of blocks: those of each region that is compared, -1 where a
-        window has passed. As they are now: the row, and the map of windows, have another request's soon."""
+        window has passed; and that of the states. As they are now: the row, and the map of windows, have another
+        request's soon."""
         prefix = self.prefix(name)
         if isinstance(prefix, RadixPrefix):
             return prefix.blocks()
         internal = self._internal is not None and self._internal.rid == name
         request = self._internal if internal else self._request(name)
         tokens = len(request.origin_input_ids) + len(request.output_ids)
-        return self._slots(self._table[schedulers.row_number(request), :tokens])
+        together = not internal or self._side_by_side(request)
+        states = self._compared.states(self._scheduler, request) if together else NO_STATES
+        return self._compared.slots(self._table[schedulers.row_number(request), :tokens], states)
 
-    def _slots(self, numbers: Tensor) -> Sequence[Tensor]:
-        """Those of each region, of slots as numbered in the engine's tables."""
-        try:
-            return [region.slots_of(numbers) for region in self._compared]
-        except torch.OutOfMemoryError:
-            # Nothing is compared, on this rank.
-            return []
+    def _side_by_side(self, internal: Any) -> bool:
+        """Whether the target's states are those behind the last token that an internal request has computed."""
+        target, tokens = self._target, len(internal.origin_input_ids)
+        if isinstance(target, RadixPrefix):
+            return target.left() == tokens
+        return target is not None and schedulers.computed_length(target) == tokens
 
     def end(self, name: str) -> None:
         """Out of the queue, or between two chunks. After the last chunk a request ends anyway."""
@@ -394,7 +394,7 @@ class SchedulerRecompute(InternalRequests):
                 self.parked = refusal
                 return
             tokens = int(scheduler.token_to_kv_pool_allocator.size)
-            self._prefixes = RadixPrefixes(cache, tokens, self._slots, self._recomputes.sheltered)
+            self._prefixes = RadixPrefixes(cache, tokens, self._compared.slots, self._recomputes.sheltered)
             self.parked = self._prefixes.known
 
     def _forget(self) -> None:
@@ -406,11 +406,7 @@ class SchedulerRecompute(InternalRequests):
             messages.close()
 
     def _refusal(self) -> str | None:
-        if self._off is None and not self._all_compared:
-            return "of models with recurrent states, rings or compressed KV nothing is computed again"
-        windows = any(region.kind is RegionKind.WINDOW for region in self._compared)
-        reads = runners.window_refusal(self._runner) if windows else None
-        return self._off or reads or schedulers.recompute_refusal(self._scheduler)
+        return self._off or self._compared.refusal or schedulers.recompute_refusal(self._scheduler)
 
     def _clock(self) -> float:
         return 0.0 if self._agreement is None else self._agreement.clock()

@@ -5,6 +5,7 @@ from typing import Any
 
 from canary_adapters import Running, TouchedRequests
 from canary_core import Touch
+from canary_sglang.compat import schedulers
 
 
 class Touches(TouchedRequests):
@@ -29,10 +30,11 @@ def touches(request: Any) -> tuple[Touch, ...]:
 
 def running(request: Any) -> Running:
     """A request of SGLang's with slots."""
-    # The last token has no KV yet, or gets it in the forward under way.
-    tokens = len(request.origin_input_ids) + len(request.output_ids) - 1 if len(request.output_ids) else 0
-    # With speculation what a verification under way accepts is not known yet.
-    tokens = min(tokens, int(getattr(getattr(request, "kv", None), "kv_committed_len", tokens)))
+    known = len(request.origin_input_ids) + len(request.output_ids)
+    # The last token has no KV yet, or gets it in the forward under way; what a verification under way accepts is not
+    # known yet.
+    computed = schedulers.computed_length(request)
+    tokens = min(known, known - 1 if computed is None else computed) if len(request.output_ids) else 0
     # Two requests may have one name.
     life = hash((id(request), request.retraction_count))
     return Running(request.rid, tokens, max(0, tokens - len(request.origin_input_ids)), life)

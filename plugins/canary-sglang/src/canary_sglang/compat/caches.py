@@ -85,6 +85,20 @@ def free_tokens(cache: Any, allocator: Any) -> int:
     return int(min(full, allocator.swa_available_size() + cache.swa_evictable_size()))
 
 
+def states_fit(cache: Any, evicts: bool) -> bool:
+    """Whether a new request finds as many free recurrent states as SGLang provides for, of a model that has some;
+    ``evicts``: or gets them from the prefix cache."""
+    allocator = getattr(cache.req_to_token_pool, "mamba_allocator", None)
+    if allocator is None:
+        return True
+    from sglang.srt.mem_cache import common
+
+    keeps = cache.supports_mamba()
+    needed = int(common.MAMBA_STATE_PER_REQ_PREFIX_CACHE if keeps else common.MAMBA_STATE_PER_REQ_NO_CACHE)
+    free = int(allocator.schedulable_available_size())
+    return free + (int(cache.mamba_evictable_size()) if keeps and evicts else 0) >= needed
+
+
 def looked_ahead(cache: Any) -> int:
     """Number of tokens behind a prefix that belong to the prefix's key: EAGLE's cache has a slot under the slot's token
     and the next one."""
@@ -109,6 +123,22 @@ def matched_slots(cache: Any, tokens: Any, extra_key: str | None, cache_salt: st
     # The lowest node may have more tokens than match.
     slots: torch.Tensor = cache.tree_core.collect_full_device_indices(node, root)[:length]
     return slots
+
+
+def matched_state(cache: Any, tokens: Any, extra_key: str | None, cache_salt: str | None) -> torch.Tensor:
+    """The slot of the recurrent states behind the tokens counted by `matched`, int64 ``[1]``; empty where the cache
+    keeps none just there, or none at all."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    core, state = cache.tree_core, None
+    if cache.supports_mamba():
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        key = RadixKey(tokens, extra_key, cache_salt=cache_salt)
+        length, node, whole = core.match_full_device_prefix(key)
+        # A node's states are those behind its last token.
+        state = core.get_component_device_value(node, ComponentType.MAMBA) if 0 < length == whole else None
+    return torch.empty(0, dtype=torch.int64) if state is None else state
 
 
 def evicted(result: Any) -> int:

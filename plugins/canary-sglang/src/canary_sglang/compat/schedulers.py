@@ -101,6 +101,19 @@ def state_slot(scheduler: Any, request: Any) -> int | None:
     return None if index is None else int(scheduler.req_to_token_pool.req_index_to_mamba_index_mapping[index])
 
 
+def states(scheduler: Any, request: Any) -> torch.Tensor:
+    """The slot of a request's recurrent states, int64 ``[1]``, without a look at it."""
+    mapping: torch.Tensor = scheduler.req_to_token_pool.req_index_to_mamba_index_mapping
+    row = row_number(request)
+    return mapping[row : row + 1].to(torch.int64, copy=True)
+
+
+def computed_length(request: Any) -> int | None:
+    """Number of tokens in a request's states, by the batches made so far; None where the release doesn't count them."""
+    length = getattr(getattr(request, "kv", None), "kv_committed_len", None)
+    return None if length is None else int(length)
+
+
 def allocated_tokens(request: Any) -> int:
     """Number of a request's tokens with slots."""
     kv = getattr(request, "kv", None)
@@ -240,15 +253,15 @@ def corrupted(message: str) -> Any:
 
 def recompute_refusal(scheduler: Any) -> str | None:
     """Why no request of the engine can be computed again by an internal one, None where it can."""
-    args, cache = scheduler.server_args, scheduler.tree_cache
+    args = scheduler.server_args
     parts = ("pp_size", "dp_size", "attn_cp_size", "dcp_size")
     if any((getattr(args, name, None) or 1) > 1 for name in parts) or disaggregated.side(scheduler) != "null":
         return "over ranks that are not tensor-parallel ones, or with PD disaggregation, nothing is computed again"
     algorithm = getattr(getattr(scheduler, "spec_algorithm", None), "name", "NONE")
     if algorithm not in SPECULATION:
         return f"with speculation by {algorithm} nothing is computed again: which KV it leaves is not known"
-    if cache.supports_mamba() or getattr(scheduler.token_to_kv_pool_allocator, "swa_req_ring", False):
-        return "models with recurrent states, or with rings for windows, are not computed again"
+    if getattr(scheduler.token_to_kv_pool_allocator, "swa_req_ring", False):
+        return "models with rings for windows are not computed again"
     if getattr(args, "enable_hierarchical_cache", False) or getattr(args, "enable_lmcache", False):
         return "a tier of the prefix cache would keep what is computed, or bring it"
     if getattr(args, "dllm_algorithm", None) is not None or getattr(args, "enable_hisparse", False):

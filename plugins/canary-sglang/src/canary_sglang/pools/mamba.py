@@ -28,7 +28,7 @@ from canary_core import (
     SlotTable,
     StepListener,
 )
-from canary_sglang.compat import batches
+from canary_sglang.compat import batches, runners
 from canary_sglang.compat.state_checkpoints import Checkpoints, tracked_slots
 from canary_sglang.pools.parts import left_out
 
@@ -79,6 +79,17 @@ def refusal(requests: Any) -> str | None:
     if any(getattr(pool, name, None) is not None for name in rings):
         return "ReplaySSM keeps a state's last updates in a ring beside it; not described"
     return None
+
+
+def recompute_refusal(runner: Any) -> str | None:
+    """Why no request of a model with states can be computed again; None where it can, or for a model without."""
+    requests = runner.req_to_token_pool
+    if not hasattr(requests, "mamba_pool"):
+        return None
+    if runners.speculates(runner):
+        return "with speculation beside recurrent states nothing is computed again: what is accepted was not compared"
+    why = refusal(requests)
+    return None if why is None else f"with these recurrent states nothing is computed again: {why}"
 
 
 class MambaStates(StepListener):
