@@ -188,7 +188,8 @@ class RecomputePairs:
             one = self._begun.popleft()
             # A request that only ran through a prefill took the way of the internal one.
             teaches = one.pair.decoded >= LEAST_TOKENS
-            answer = self.judge.finish(one.cached, one.comparing.result(), teaches)
+            decoded = one.pair.decoded if one.pair.parked is None else None
+            answer = self.judge.finish(one.cached, one.comparing.result(), teaches, decoded)
             self._answer(self.attention.turns.judge(one.cached, answer, one.look))
 
     def close(self) -> None:

@@ -38,8 +38,12 @@ class Pool:
         self.region = Region("kv", SLOTS, sources)
         self.findings = Findings()
         config = CanaryConfig.load(mode="log", silence_s=0, bytes="off")
-        self.canary = Canary([self.region], config, hooks=private_hooks(self.findings))
+        self.canary = Canary(self.regions(), config, hooks=private_hooks(self.findings))
         self.judge = RecomputeJudge(self.canary, lambda: ROUNDING)
+
+    def regions(self) -> list[Region]:
+        """Of the Canary."""
+        return [self.region]
 
     def request(self, name: str, noise: float = NOISE, touches: tuple[Touch, ...] = ()) -> "tuple[CachedRequest, dict]":
         """Both sides of a request, at random slots."""
@@ -105,6 +109,76 @@ def test_garbage_of_fresh_requests_is_no_noise(garbage, tokens, pool):
     pool.tensors[2][pool.own[40:72]] *= -1
     assert pool.judge.judge(cached, computed).verdict == "differs"
     assert [(v.layer, v.position) for v in pool.findings.violations[found:]] == [(2, 40)]
+
+
+class Recurrent(Pool):
+    """Beside the layers a region of states: errors of a decode are as large as there were decodes before it."""
+
+    def regions(self) -> list[Region]:
+        state = KVSource(torch.zeros(4, 64), "ssm", 0, chunk_bytes=256, slot_stride_bytes=256, role=Role.STATE)
+        return [self.region, Region("state", 4, (state,), kind=RegionKind.STATE)]
+
+    def verify(self, name: str, decoded: int | None, noise: float = NOISE, factor: float = 1.0) -> str:
+        """The verdict on a request whose last tokens were ``decoded``. ``factor``: of the keys of the last 70 in layer
+        2, in the cache."""
+        cached, computed = self.request(name, noise=0.0)
+        other, decodes = computed["kv"].slots, TOKENS if decoded is None else decoded
+        grown = torch.cat([torch.zeros(TOKENS - decodes), torch.arange(1.0, decodes + 1) / TOKENS])[:, None]
+        for tensor in self.tensors[1:]:
+            tensor[other] *= 1 + noise * grown * torch.randn(TOKENS, DIM, generator=self.random)
+        self.tensors[2][self.own[-70:]] *= factor
+        return self.judge.finish(cached, self.judge.begin(cached, computed).result(), True, decoded).verdict
+
+
+def test_noise_of_states_is_known_as_far_as_requests_have_decoded():
+    """What has decoded more than eight fresh requests is judged up to there, and teaches; then all of it is judged."""
+    pool = Recurrent()
+    for n in range(8):
+        assert pool.verify(f"short {n}", 40) == "unjudged"
+    assert pool.verify("short", 40) == "same"
+    assert [pool.verify(f"long {n}", 150) for n in range(8)] == ["unjudged"] * 8
+    assert [pool.verify(f"longer {n}", 150) for n in range(4)] == ["same"] * 4
+    assert pool.verify("parked, with decodes that nobody counted", None) == "unjudged"
+    assert pool.findings.violations == []
+    assert pool.verify("broken", 150, factor=1.5) == "differs"
+    assert pool.verify("broken early, decoded for long", 160, factor=1.5) == "differs"
+    told = [event.fields["reason"] for event in pool.findings.told("unjudged")]
+    assert [("not known yet" in reason, "of recurrent states" in reason) for reason in told] == [
+        (True, False), (False, True),
+    ]  # fmt: skip
+    pool.canary.close()
+
+
+def test_a_fault_among_the_first_decodes_of_a_long_request_is_found():
+    """The noise of these is known."""
+    pool = Recurrent()
+    for n in range(9):
+        pool.verify(f"short {n}", 60)
+    assert pool.verify("broken", 90, factor=2.0) == "differs"
+    assert pool.canary.stats()["recompute_differs"] == 1
+    pool.canary.close()
+
+
+def test_without_states_decodes_of_any_number_are_judged():
+    """Attention keeps no errors."""
+
+    class Attention(Recurrent):
+        regions = Pool.regions
+
+    pool = Attention()
+    for n in range(9):
+        pool.verify(f"short {n}", 40)
+    assert pool.verify("long", 44) == "same"
+    pool.canary.close()
+
+
+def test_where_no_path_differs_states_are_judged_at_once():
+    """As on many CPUs."""
+    pool = Recurrent()
+    for n in range(20):
+        assert pool.verify(f"equal {n}", 40, noise=0.0) == "same"
+    assert pool.verify("broken", 150, noise=0.0, factor=1.5) == "differs"
+    pool.canary.close()
 
 
 def test_layer_zero_stays_exact(pool):
@@ -239,7 +313,7 @@ class CoarsePool(Pool):
         self.canary.close()
         self.region = Region("kv", SLOTS, sources)
         config = CanaryConfig.load(mode="log", silence_s=0, bytes="off")
-        self.canary = Canary([self.region], config, hooks=private_hooks(self.findings))
+        self.canary = Canary(self.regions(), config, hooks=private_hooks(self.findings))
         self.judge = RecomputeJudge(self.canary, lambda: ROUNDING, whole)
 
     def request(self, name: str, noise: float = 0.0, touches: tuple[Touch, ...] = ()) -> "tuple[CachedRequest, dict]":

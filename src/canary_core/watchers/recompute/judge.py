@@ -25,6 +25,10 @@ MOST_REASONS = 32
 """Different reasons of missing verdicts told by events."""
 
 UNKNOWN = "the noise of this engine is not known yet: more fresh requests must be verified first"
+FARTHER = (
+    "more of its tokens were decoded than of requests from which the noise of recurrent states is known: nothing "
+    "differs as far as that is known"
+)
 FAR_APART = (
     "this engine computed a fresh request twice, and some of its KV is as far apart as that of unrelated tokens: no "
     "noise is learnt from such a request"
@@ -101,13 +105,24 @@ class RecomputeJudge:
         """The first half of `judge`, which does not wait and compares no fingerprints."""
         return Comparing(self._canary, cached, computed)
 
-    def finish(self, cached: CachedRequest, comparison: Comparison, teaches: bool = True) -> Verification:
+    def finish(
+        self, cached: CachedRequest, comparison: Comparison, teaches: bool = True, decoded: int | None = None
+    ) -> Verification:
         """The other half, once the figures have arrived. teaches: whether noise may be learnt: both sides should have
-        been computed in different ways."""
-        answer = self.verdict(cached, comparison)
-        if teaches and self.teaches(cached, comparison):
-            self.noise.learn_pair(comparison.errors)
+        been computed in different ways. decoded: how many tokens in the cache were computed one by one, None where that
+        is not known."""
+        tokens = len(cached.tokens)
+        decodes = tokens if decoded is None else decoded
+        known = tokens - decodes + self.noise.reach(decodes) if self._recurrent and self.noise.known else tokens
+        answer = self.verdict(cached, comparison, known=known)
+        if teaches and answer.verdict != "differs" and self.teaches(cached, comparison, known):
+            self.noise.learn_pair(comparison.errors, decodes)
         return answer
+
+    @cached_property
+    def _recurrent(self) -> bool:
+        """Whether the model has recurrent states."""
+        return any(holds_states(state.region) for state in self._canary.states.values())
 
     def too_few(self, cached: CachedRequest) -> Verification | None:
         """The answer for a request that is too short for any verdict, before anything is computed; None for others."""
@@ -131,10 +146,12 @@ class RecomputeJudge:
             if not holds_states(self._canary.states[region].region):
                 self._canary.slots.check(region, slots[slots >= 0])
 
-    def teaches(self, cached: CachedRequest, comparison: Comparison) -> bool:
-        """Whether noise is to be learnt: there is none yet, and nothing but the request computed the KV. Never from a
-        parked prefix: weights may have changed since. Nor from errors that are no noise: a ``recompute_unlike``."""
-        if self.noise.known or cached.touches or cached.parked is not None:
+    def teaches(self, cached: CachedRequest, comparison: Comparison, known: int | None = None) -> bool:
+        """Whether noise is to be learnt: there is none yet of some tokens, and nothing but the request computed the KV.
+        Never from a parked prefix: weights may have changed since. Nor from errors that are no noise: a
+        ``recompute_unlike``. known: as of `verdict`."""
+        learnt = self.noise.known and (known is None or known >= len(cached.tokens))
+        if learnt or cached.touches or cached.parked is not None:
             return False
         far = next(filter(None, (one.unlike() for one in comparison.errors)), None)
         if far is not None:
@@ -144,16 +161,21 @@ class RecomputeJudge:
             self.doubt(FAR_APART, request=cached.request, source=source.name, error=error, **place)
         return far is None and comparison.finite
 
-    def verdict(self, cached: CachedRequest, comparison: Comparison, own: Own | None = None) -> Verification:
+    def verdict(
+        self, cached: CachedRequest, comparison: Comparison, own: Own | None = None, known: int | None = None
+    ) -> Verification:
         """By the noise known now; reports a finding, but never about slots with changed records of a parked prefix.
-        ``own``: gives the request's own noise, before a finding; what that explains is none."""
+        ``own``: gives the request's own noise, before a finding; what that explains is none. known: of how many tokens
+        the noise is known, if not of all."""
         if cached.parked is None or comparison.left is None:
-            return self._verdict(cached, comparison, own)
+            return self._verdict(cached, comparison, own, known)
         if comparison.left < len(cached.tokens):
             return self.gone(cached.request, comparison.left, cached.parked)
-        return replace(self._verdict(cached, comparison, own), parked=True)
+        return replace(self._verdict(cached, comparison, own, known), parked=True)
 
-    def _verdict(self, cached: CachedRequest, comparison: Comparison, own: Own | None) -> Verification:
+    def _verdict(
+        self, cached: CachedRequest, comparison: Comparison, own: Own | None, known: int | None
+    ) -> Verification:
         tokens = len(cached.tokens)
         if not any(len(one.positions) >= WINDOW_TOKENS and one.sources for one in comparison.errors):
             why = f"no region has {WINDOW_TOKENS} tokens of it that can be compared as numbers"
@@ -162,20 +184,26 @@ class RecomputeJudge:
         self._canary.count("recomputed_tokens", tokens)
         self._leaves_out(comparison.missing)
         bounds = self._bounds(comparison)
-        layers = self._layers(comparison.errors, bounds)
+        farther = known is not None and known < tokens and not comparison.exact
+        errors = comparison.errors
+        if farther:
+            errors = [one.before(known or 0) for one in errors if not one.of_states]
+        layers = self._layers(errors, bounds)
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
             return self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, comparison.missing)
         wrong = [one for one in layers if one.differs]
         if wrong and own is not None:
             bounds = own().widened(bounds)
-            layers = self._layers(comparison.errors, bounds)
+            layers = self._layers(errors, bounds)
             wrong = [one for one in layers if one.differs]
             self._canary.count("recompute_own_noise")
+        if farther and not wrong:
+            return self.unjudged(cached.request, FARTHER, "noise_unknown", tokens, layers, comparison.missing)
         self._canary.count("recompute_differs" if wrong else "recompute_same")
         if not wrong:
             return Verification(cached.request, tokens, "same", None, None, layers, comparison.missing)
-        of = {(one.region, source.name): one for one in comparison.errors for source in one.sources}
+        of = {(one.region, source.name): one for one in errors for source in one.sources}
         far = [_Far(one, of[one.region, one.source], bounds[one.region, one.source]) for one in wrong]
         finding = self._finding(cached, min(far, key=_Far.order), far)
         self._canary.report([finding])

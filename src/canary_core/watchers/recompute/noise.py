@@ -1,7 +1,8 @@
 """`Errors` of one request, and `Noise`: the errors of an engine by computing the same on another path."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import nlargest
 
 import torch
 from torch import Tensor
@@ -54,6 +55,11 @@ class Errors:
         """Whether the sources are recurrent states."""
         return any(source.role is Role.STATE for source in self.sources)
 
+    def before(self, position: int) -> "Errors":
+        """Of the tokens before ``position`` alone."""
+        positions = [one for one in self.positions if one < position]
+        return replace(self, positions=positions, values=self.values[:, : len(positions)])
+
     def windows(self) -> tuple[list[int], Tensor]:
         """See `windows`."""
         return windows(self.values)
@@ -104,6 +110,9 @@ class Noise:
     fresh request was above 0, the first layer may be off by as many steps as a rounding of the numbers before the
     store makes, and no more.
 
+    A recurrent state is rounded with each decoded token, and keeps these errors: of such models only as many decodes
+    are judged as noise was learnt of (`reach`).
+
     rounding: see `Recomputer.rounding`.
     """
 
@@ -114,6 +123,7 @@ class Noise:
         self.paired_tokens = self.paired_requests = self.equal_tokens = self.equal_requests = 0
         self._coarse = False
         self._dense = NO_LAYER
+        self._decodes: list[int] = []
 
     @property
     def known(self) -> bool:
@@ -128,6 +138,12 @@ class Noise:
             or (tokens >= EQUAL_TOKENS and requests >= EQUAL_REQUESTS and (self._coarse or not self.paired_requests))
         )
 
+    def reach(self, decodes: int) -> int:
+        """Of how many of a request's decoded tokens the noise is known: at least `PAIRED_REQUESTS` fresh requests had
+        as many. Of all where paths never differed."""
+        longest = self._decodes[-1] if len(self._decodes) == PAIRED_REQUESTS else 0
+        return min(decodes, longest) if self.paired_requests else decodes
+
     def learn(self, paths: Sequence[Sequence[Errors]], rounded: Sequence[Errors]) -> None:
         """Takes in a fresh request, compared with computations by several paths, and with one of random roundings."""
         self.requests += 1
@@ -138,8 +154,9 @@ class Noise:
         for errors in rounded:
             self.widen(errors, 1.0)
 
-    def learn_pair(self, pair: Sequence[Errors]) -> None:
-        """Takes in a fresh request, compared with one other computation and no more."""
+    def learn_pair(self, pair: Sequence[Errors], decoded: int = 0) -> None:
+        """Takes in a fresh request of so many ``decoded`` tokens, compared with one other computation and no more."""
+        self._decodes = nlargest(PAIRED_REQUESTS, [*self._decodes, decoded])
         if any(bool(errors.values.any()) for errors in pair):
             self.paired_requests += 1
             self.paired_tokens += _most_tokens(pair)
