@@ -45,7 +45,7 @@ class Noise:
         self._layers: dict[int, Layer] = {}
         Patches().follow(RecomputeJudge, "verdict", self._verdict)
 
-    def _verdict(self, answer: Verification, *_: Any) -> None:
+    def _verdict(self, answer: Verification, *_: Any, **__: Any) -> None:
         worst: dict[int, tuple[float, float | None]] = {}
         for one in answer.layers:
             worst[one.layer] = max(worst.get(one.layer, (0.0, None)), (one.worst, one.bound), key=lambda pair: pair[0])
