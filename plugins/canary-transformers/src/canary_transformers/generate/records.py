@@ -132,8 +132,9 @@ class CacheRecords:
                 self.canary.slots.expect_zeros(group.name, slots)
             else:
                 self.canary.slots.forget_bytes(group.name, slots)
-        tables = {g.name: g.table(0, device, g.first, end) for g in self.groups}
-        batch = self._batch(0, ModelCall(self.rows, end, tokens, None), tables)
+        # As decodes have it, so that the kernels are theirs: no list of places where none has moved, and own tokens.
+        tables = {g.name: g.table(0, device, g.first or None, end) for g in self.groups}
+        batch = self._batch(0, ModelCall(self.rows, end, tokens, None if history is None else tokens), tables)
         self._excuse_pads(tokens)
         self.canary.step.before(batch)
         self.canary.step.after(batch)
@@ -244,7 +245,7 @@ class CacheRecords:
         for group in self.groups:
             self._move(group, 0)
             if group.keeping.static_tokens is not None:
-                slots = group.slots(range(group.capacity), self._every)
+                slots = group.slots(range(group.keeping.static_tokens), self._every)
                 self.canary.slots.expect_zeros(group.name, slots)
         self._rename_rows()
 
