@@ -1,5 +1,6 @@
 """Facts of a Canary for parts that must not keep it alive: each takes what a weak reference gives."""
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from canary_core.config import CanaryConfig
@@ -16,6 +17,10 @@ class Glanced(Protocol):
     verifier: Any
 
     @property
+    def enabled(self) -> bool:
+        """Whether anything is checked."""
+
+    @property
     def step(self) -> Any:
         """Calls around a forward."""
 
@@ -23,6 +28,15 @@ class Glanced(Protocol):
 def calls(canary: Glanced | None) -> int:
     """Number of calls of ``canary`` for a forward, whatever the result."""
     return -1 if canary is None else int(canary.step.forwards + canary.step.unchecked + canary.step.passed_by)
+
+
+def unguarded(canary: Glanced | None, unended: Collection[object]) -> str | None:
+    """Why forwards pass by ``canary``, already reported; None where they do not, or it is not ``unended`` or gone."""
+    if canary is None:
+        return None
+    if canary.step.paused:
+        return "paused"
+    return None if canary.enabled or canary not in unended else "off"
 
 
 def unable_to_recompute(canary: Glanced | None) -> Event | None:

@@ -1,8 +1,11 @@
 """`LaunchCache`: launches and arguments kept for a region by the kernels' host side, so that a forward costs little."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from canary_core.batch import BatchView, SlotTable
+
+if TYPE_CHECKING:
+    from canary_core.ops.compile_process import CompileProcess
 
 
 class Arguments(NamedTuple):
@@ -131,10 +134,11 @@ class LaunchCache:
 
     by_op: the launch of each op. by_table: launches of ops with compile-time constants of a batch. by_group: of each op
     that reads bytes, one for each group of sources. batch: the kernels' arguments of the last batch, common to several
-    ops of a forward. listed: the arguments of the scrub, without a probe and with one.
+    ops of a forward. listed: the arguments of the scrub, without a probe and with one. process: compiles launches of
+    the region while forwards run, None for none.
     """
 
-    __slots__ = ("batch", "by_group", "by_op", "by_table", "listed")
+    __slots__ = ("batch", "by_group", "by_op", "by_table", "listed", "process")
 
     def __init__(self) -> None:
         self.by_op: dict[str, Launch] = {}
@@ -142,9 +146,15 @@ class LaunchCache:
         self.by_group: dict[Key, list[GroupLaunch]] = {}
         self.batch: BatchArguments | None = None
         self.listed: dict[bool, Arguments] = {}
+        self.process: CompileProcess | None = None
+
+    @property
+    def compiling(self) -> bool:
+        """Whether the process still runs: an op that others stand for can wait."""
+        return self.process is not None and self.process.code is None
 
     def clear(self) -> None:
-        """Forgets everything: a tensor of the region was replaced, or a source has another shape."""
+        """Forgets all launches: a tensor of the region was replaced, or a source has another shape."""
         self.by_op.clear()
         self.by_table.clear()
         self.by_group.clear()
