@@ -321,17 +321,12 @@ class Running(Compiling):
         super().__init__()
         self.ended = threading.Event()
 
-    @property  # type: ignore[override]
-    def code(self) -> int | None:
-        return self.last if self.ended.is_set() else None
-
-    @code.setter
-    def code(self, code: int) -> None:
-        self.last = code
-
     def wait(self) -> None:
         self.ended.wait(60)
         super().wait()
+
+    def runs(self) -> bool:
+        return not self.ended.is_set()
 
     def let_go(self) -> None:
         """It has ended, and its end was told."""

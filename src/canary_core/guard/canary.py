@@ -233,10 +233,9 @@ class Canary:
 
         ``beside``: the engine goes on to start (it captures graphs), and none of its forwards is guarded until then. So
         nobody waits for that process, and the rest is put off until `finish_warm_up`, the first guarded forward, or the
-        first event of slots. Tensors of the views must stay until then.
-
-        ``alone``: the engine serves already, and compiles for its first forwards by itself: only in another process,
-        which may go on after this Canary, and only what comes later; nothing is launched, and nobody waits.
+        first event of slots. Tensors of the views must stay until then. ``alone``: the engine serves already, and has
+        compiled for its first forwards; what comes later is compiled only in another process, which may outlive this
+        Canary. Nothing is launched, and nobody waits.
         """
         if self.enabled:
             with self.guard("warm_up"):

@@ -17,10 +17,6 @@ class Glanced(Protocol):
     verifier: Any
 
     @property
-    def enabled(self) -> bool:
-        """Whether anything is checked."""
-
-    @property
     def step(self) -> Any:
         """Calls around a forward."""
 
@@ -30,13 +26,11 @@ def calls(canary: Glanced | None) -> int:
     return -1 if canary is None else int(canary.step.forwards + canary.step.unchecked + canary.step.passed_by)
 
 
-def unguarded(canary: Glanced | None, unended: Collection[object]) -> str | None:
+def unguarded(canary: Any, unended: Collection[object]) -> str | None:
     """Why forwards pass by ``canary``, already reported; None where they do not, or it is not ``unended`` or gone."""
-    if canary is None:
-        return None
-    if canary.step.paused:
+    if canary is not None and canary.step.paused:
         return "paused"
-    return None if canary.enabled or canary not in unended else "off"
+    return "off" if canary in unended and not canary.enabled else None
 
 
 def unable_to_recompute(canary: Glanced | None) -> Event | None:

@@ -182,7 +182,7 @@ class Alone:
         capture, and while another process compiles, it does nothing."""
         began = time.perf_counter()
         backend, states = workspace.backend, workspace.states
-        if not backend.row_steps or capturing(workspace.device) or (self._process and self._process.code is None):
+        if not backend.row_steps or capturing(workspace.device) or (self._process and self._process.runs()):
             return
         (batch,) = batches(rows)
         sort = bisect_left(backend.row_steps, rows), batch.expected_tokens is None, *map(_sort, states.values())
@@ -199,7 +199,7 @@ class Alone:
         if process is None:
             return
         for state in states.values():
-            state.launches.process = process
+            state.launches.compiling = process.runs
         fields["seconds"] = round(time.perf_counter() - began, 2)
         # It keeps no memory of the Canary's.
         tell = partial(_tell_end, process, fields, switch.hooks)
@@ -209,7 +209,7 @@ class Alone:
 ALONE = Alone()
 
 LEFT = "kernels are compiled when they are first launched"
-"""What follows where a process that compiles alone can't."""
+"""The end of the reason where a process that compiles alone did not, or not all."""
 
 
 def _sort(state: RegionState) -> object:

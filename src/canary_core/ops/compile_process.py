@@ -67,6 +67,10 @@ class CompileProcess:
         """0 once all is compiled; another number where something is left, None while the process runs."""
         return self._code
 
+    def runs(self) -> bool:
+        """Whether it still compiles."""
+        return self._code is None
+
     def wait(self) -> None:
         """Waits for the end; ends the process after `MOST_WAIT_S`."""
         self._thread.join(MOST_WAIT_S)

@@ -1,11 +1,9 @@
 """`LaunchCache`: launches and arguments kept for a region by the kernels' host side, so that a forward costs little."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from canary_core.batch import BatchView, SlotTable
-
-if TYPE_CHECKING:
-    from canary_core.ops.compile_process import CompileProcess
 
 
 class Arguments(NamedTuple):
@@ -134,11 +132,11 @@ class LaunchCache:
 
     by_op: the launch of each op. by_table: launches of ops with compile-time constants of a batch. by_group: of each op
     that reads bytes, one for each group of sources. batch: the kernels' arguments of the last batch, common to several
-    ops of a forward. listed: the arguments of the scrub, without a probe and with one. process: compiles launches of
-    the region while forwards run, None for none.
+    ops of a forward. listed: the arguments of the scrub, without a probe and with one. compiling: whether a process
+    compiles for the region just now, so that an op for which two others can stand has to wait.
     """
 
-    __slots__ = ("batch", "by_group", "by_op", "by_table", "listed", "process")
+    __slots__ = ("batch", "by_group", "by_op", "by_table", "compiling", "listed")
 
     def __init__(self) -> None:
         self.by_op: dict[str, Launch] = {}
@@ -146,12 +144,7 @@ class LaunchCache:
         self.by_group: dict[Key, list[GroupLaunch]] = {}
         self.batch: BatchArguments | None = None
         self.listed: dict[bool, Arguments] = {}
-        self.process: CompileProcess | None = None
-
-    @property
-    def compiling(self) -> bool:
-        """Whether the process still runs: an op that others stand for can wait."""
-        return self.process is not None and self.process.code is None
+        self.compiling: Callable[[], bool] = bool
 
     def clear(self) -> None:
         """Forgets all launches: a tensor of the region was replaced, or a source has another shape."""

@@ -51,15 +51,14 @@ class Compiling:
     """Stands for a process that compiles until it is let go."""
 
     keys = frozenset({"fingerprint_record"})
-    seconds = 7.0
+    seconds, code = 7.0, 0
 
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.remembered = False
 
-    @property
-    def code(self) -> int | None:
-        return 0 if self.ended.is_set() else None
+    def runs(self) -> bool:
+        return not self.ended.is_set()
 
     def wait(self) -> None:
         self.ended.wait(60)
