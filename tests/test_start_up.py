@@ -415,7 +415,9 @@ def test_each_sort_is_compiled_once_and_one_at_a_time(serving):
     others = [serving.engine(), serving.engine()]
     serving.compile(others[0], rows=40)
     assert len(serving.begun) == 1
+    assert others[0].canary.states["full"].launches.compiling()
     serving.begun[0].let_go()
+    assert not others[0].canary.states["full"].launches.compiling()
     for rows, expected in ((2, False), (40, False), (2, True)):
         serving.compile(others[0], rows, expected)
         serving.compile(others[1], rows, expected)

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import pluggy
@@ -179,10 +179,13 @@ class Alone:
 
     def begin(self, workspace: Workspace, switch: Switch, batches: Batches, rows: int) -> None:
         """Compiles what batches of ``rows`` rows launch later than in their first forward. Never waits; within a graph
-        capture, and while another process compiles, it does nothing."""
+        capture it does nothing, and while another process compiles it begins none."""
         began = time.perf_counter()
         backend, states = workspace.backend, workspace.states
-        if not backend.row_steps or capturing(workspace.device) or (self._process and self._process.runs()):
+        if not backend.row_steps or capturing(workspace.device):
+            return
+        if self._process is not None and self._process.runs():
+            _put_off(states.values(), self._process)
             return
         (batch,) = batches(rows)
         sort = bisect_left(backend.row_steps, rows), batch.expected_tokens is None, *map(_sort, states.values())
@@ -192,14 +195,13 @@ class Alone:
         fields: dict[str, object] = {"backend": backend.name, "batches": 1, **switch.place.fields()}
         try:
             self._process = process = compile_later(backend, states, batch)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # The latter where no thread can start.
             fields |= {"seconds": 0.0, "reason": f"no process can compile beside: {error}; {LEFT}"}
             emit(Event("warmed_up", fields=fields), switch.hooks)
             return
         if process is None:
             return
-        for state in states.values():
-            state.launches.compiling = process.runs
+        _put_off(states.values(), process)
         fields["seconds"] = round(time.perf_counter() - began, 2)
         # It keeps no memory of the Canary's.
         tell = partial(_tell_end, process, fields, switch.hooks)
@@ -210,6 +212,13 @@ ALONE = Alone()
 
 LEFT = "kernels are compiled when they are first launched"
 """The end of the reason where a process that compiles alone did not, or not all."""
+
+
+def _put_off(states: Iterable[RegionState], process: CompileProcess) -> None:
+    """An op that two others can stand for is not launched before the end of ``process``, which may be about to compile
+    it."""
+    for state in states:
+        state.launches.compiling = process.runs
 
 
 def _sort(state: RegionState) -> object:
