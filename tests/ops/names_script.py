@@ -17,7 +17,7 @@ def main() -> None:
     runtime.driver.set_active(AbsentGPU())
     kernels = {k.__name__: k for room in ROOMS for k in vars(room).values() if isinstance(k, runtime.jit.JITFunction)}
     for kernel in list(kernels.values())[:: int(sys.argv[1])]:
-        compile_jobs.name(kernel)
+        compile_jobs.settle_name(kernel)
     sys.stdout.write(json.dumps({name: kernel.cache_key for name, kernel in kernels.items()}) + "\n")
 
 

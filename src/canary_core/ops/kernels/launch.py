@@ -22,7 +22,7 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.compile_process import CompileProcess
-from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, job_of, name, pack
+from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, job_of, pack, settle_name
 from canary_core.ops.kernels.fields import BatchFields, RegionFields, SourceFields, TableFields
 from canary_core.ops.kernels.tiles import SUMMED_TILE, Tiles, constants, is_long
 from canary_core.ops.launches import (
@@ -145,7 +145,7 @@ class Launcher:
         self.device = state.records.device.index
         self._compiled: dict[int, Any] = {}
         self._compiling: dict[int, threading.Thread] = {}
-        name(kernel)
+        settle_name(kernel)
 
     def ready(self, grid: tuple[int, int], given: Arguments) -> bool:
         """Whether a launch with such arguments needs no compilation. If not, compilation begins in a thread, and some
