@@ -1,4 +1,5 @@
-"""What `Canary.warm_up` puts off while another process compiles, and when it is done."""
+"""What `Canary.warm_up` puts off while another process compiles, and when it is done; and what an engine that serves
+has compiled beside it."""
 
 import threading
 import time
@@ -311,3 +312,176 @@ def test_where_canary_is_off_there_is_nothing_to_finish():
     guarded = Guarded(mode="off")
     guarded.canary.warm_up(lambda rows: pytest.fail("asked for batches"), most_rows=4, beside=True)
     guarded.canary.finish_warm_up()
+
+
+class Running(Compiling):
+    """One that still runs, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Event()
+
+    def wait(self) -> None:
+        self.ended.wait(60)
+        super().wait()
+
+    def runs(self) -> bool:
+        return not self.ended.is_set()
+
+    def let_go(self) -> None:
+        """It has ended, and its end was told."""
+        self.ended.set()
+        deadline = time.monotonic() + 60
+        while any(thread.name == "canary alone" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+class Serving:
+    """A toy engine that serves already, and compiles beside it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[Running] = []
+        """The processes."""
+        self.error: OSError | None = None
+        """In the place of another process."""
+        self.ops: list[str] = []
+        """What the forwards launched of two ops."""
+        backend = torch_backend()
+
+        def beside(launches: Callable[[], None], running: object) -> Running:
+            if self.error is not None:
+                raise self.error
+            self.begun.append(Running())
+            return self.begun[-1]
+
+        def noted(name: str) -> Callable[..., None]:
+            op = getattr(backend, name)
+            return lambda *given: (self.ops.append(name), op(*given))[1]
+
+        ops = {name: noted(name) for name in ("record", "fingerprint_record")}
+        backend = replace(backend, row_steps=(16,), compile_beside=beside, **ops)
+        monkeypatch.setattr("canary_core.ops.backends.torch_backend", lambda: backend)
+        monkeypatch.setattr("canary_core.guard.warm_up._compiles", lambda states: True)
+        monkeypatch.setattr(start_up, "ALONE", start_up.Alone())
+        self.guarded = self.engine()
+
+    def engine(self, **settings: object) -> Guarded:
+        """Another one."""
+        return Guarded(backend="torch", **settings)
+
+    def compile(self, guarded: Guarded, rows: int = 2, expected: bool = False) -> None:
+        """As `Canary.warm_up` is called while it serves."""
+
+        def padding(rows: int) -> list[BatchView]:
+            none = torch.zeros(rows, dtype=torch.int32)
+            own = none[:, None] if expected else None
+            tables = {"full": SlotTable(guarded.engine.table)}
+            return [BatchView(none, none, none, none, tables, expected_tokens=own)]
+
+        guarded.canary.warm_up(padding, rows, alone=True)
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
+    """One that has begun to compile after a forward."""
+    made = Serving(monkeypatch)
+    made.guarded.submit()
+    made.guarded.step()
+    made.compile(made.guarded)
+    return made
+
+
+def test_an_engine_that_serves_waits_for_no_compiler(serving):
+    """It goes on by the ops that it has, until the process has compiled the one for both; then that is told."""
+    (process,) = serving.begun
+    for _ in range(20):
+        serving.guarded.step()
+    assert serving.ops == ["record"] * 21
+    assert process.calls == []
+    assert serving.guarded.findings.told("warmed_up") == []
+    process.let_go()
+    serving.guarded.step()
+    assert serving.ops[21:] == ["fingerprint_record"]
+    (told,) = serving.guarded.findings.told("warmed_up")
+    assert (told.fields["beside_s"], told.fields["batches"], told.fields["backend"]) == (7.0, 1, "torch")
+    assert "reason" not in told.fields
+    assert process.calls == ["wait", "remember"]
+    assert serving.guarded.violations == []
+
+
+def test_each_sort_is_compiled_once_and_one_at_a_time(serving):
+    """In the life of the engine's process, whose caches come and go."""
+    others = [serving.engine(), serving.engine()]
+    serving.compile(others[0], rows=40)
+    assert len(serving.begun) == 1
+    assert others[0].canary.states["full"].launches.compiling()
+    serving.begun[0].let_go()
+    assert not others[0].canary.states["full"].launches.compiling()
+    for rows, expected in ((2, False), (40, False), (2, True)):
+        serving.compile(others[0], rows, expected)
+        serving.compile(others[1], rows, expected)
+        serving.begun[-1].let_go()
+    assert len(serving.begun) == 3
+
+
+def test_the_process_outlives_its_canary(serving):
+    """The next cache of `generate()` needs the same."""
+    (process,) = serving.begun
+    serving.guarded.canary.close()
+    serving.guarded.canary.release()
+    assert process.calls == []
+    process.let_go()
+    assert process.calls == ["wait", "remember"]
+    assert len(serving.guarded.findings.told("warmed_up")) == 1
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_such_a_process_leaves_is_told(serving, code):
+    """It is compiled when it is first launched, and not remembered as compiled."""
+    (process,) = serving.begun
+    process.code = code
+    process.let_go()
+    (told,) = serving.guarded.findings.told("warmed_up")
+    assert ("ended with 1" in str(told.fields.get("reason"))) is bool(code)
+    assert process.calls == ["wait", "remember"][: 2 - code]
+
+
+def test_an_engine_where_no_process_can_start_serves_on(monkeypatch):
+    """Which is told once, with the reason."""
+    serving = Serving(monkeypatch)
+    serving.error = OSError("sys.executable is '/opt/app', which is no Python interpreter")
+    for _ in range(2):
+        serving.compile(serving.guarded)
+    serving.guarded.submit()
+    serving.guarded.step()
+    (told,) = serving.guarded.findings.told("warmed_up")
+    assert "/opt/app" in told.fields["reason"]
+    assert "when they are first launched" in told.fields["reason"]
+    assert serving.guarded.canary.enabled
+
+
+def test_within_a_capture_nothing_is_compiled_beside(monkeypatch):
+    """Nor is that a fault."""
+    serving = Serving(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("canary_core.guard.start_up.capturing", lambda device: True)
+        serving.compile(serving.guarded)
+    assert serving.begun == []
+    assert serving.guarded.canary.enabled
+
+
+def test_a_start_without_another_process_says_so(monkeypatch):
+    """All is compiled here, and the reason is in the event."""
+    starting = Starting(monkeypatch, processes=0)
+
+    def beside(launches: object, running: object) -> None:
+        raise OSError("no more processes")
+
+    workspace = starting.canary._workspace
+    backend = replace(workspace.backend, compile_beside=beside)
+    monkeypatch.setattr(starting.canary, "_workspace", replace(workspace, backend=backend))
+    starting.warm_up()
+    (told,) = starting.told
+    assert "no more processes" in told.fields["reason"]
+    assert starting.compiled == 1

@@ -1,6 +1,6 @@
 """Inputs and outputs of one forward: `BatchView`, with one `SlotTable` per region."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -225,6 +225,10 @@ class BatchView:
                 f"batch: region {name!r} has {table.write_slots.shape[0]} write_slots for {self.tokens} token_ids; "
                 "give one for each token, or None to derive them from the table"
             )
+
+
+Batches = Callable[[int], Iterable[BatchView]]
+"""Views of padding alone, by the number of rows."""
 
 
 def view_or_none(view: BatchView | None) -> BatchView | None:

@@ -44,6 +44,14 @@ def test_another_process_compiles_for_this_one(tmp_path):
     assert (told["code"], told["took"], told["put_back"]) == (1, True, "/another")
 
 
+@pytest.mark.timeout(600)
+def test_a_kernel_has_the_same_name_in_each_process():
+    """Whichever is looked at first. Else another process compiles in vain, and so did an earlier start."""
+    first, last = (told_by("names_script.py", order) for order in ("1", "-1"))
+    assert len(first) > 40
+    assert first == last
+
+
 TAKES_TURNS = pytest.mark.takes_turns("the first layout; on a GPU all are launched")
 OF_STORES = {"note_store_kernel", "compare_stores_kernel"}
 """Not launched for the last layout, whose stores are not checked."""

@@ -111,6 +111,19 @@ def test_a_working_directory_that_was_removed_stops_nobody(probe, monkeypatch):
     assert process.code == 0
 
 
+@pytest.mark.parametrize(
+    ("executable", "frozen"),
+    [("/opt/app/serve", True), ("/usr/bin/python3", True), ("/usr/sbin/uwsgi", False), ("", False)],
+)
+def test_an_application_is_not_started_a_second_time(monkeypatch, executable, frozen):
+    """A frozen one, or one that embeds Python, is what `sys.executable` names there."""
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr(sys, "frozen", frozen, raising=False)
+    monkeypatch.setattr(compile_process.subprocess, "Popen", lambda *given, **named: pytest.fail("started"))
+    with pytest.raises(OSError, match="no Python interpreter"):
+        CompileProcess(b"", frozenset(), None, lambda: None)
+
+
 def test_nothing_of_canary_starts_there(started, monkeypatch):
     """Neither plugins nor a guard. Triton's cache is this process's."""
     monkeypatch.setenv("CANARY_PLUGINS", "sglang")

@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet, ref
 
@@ -12,7 +12,7 @@ import pluggy
 import torch
 from torch import Tensor
 
-from canary_core.batch import BatchView
+from canary_core.batch import Batches
 from canary_core.config import CanaryConfig, Mode, ScrubBudget
 from canary_core.errors import CanaryError
 from canary_core.events import Event
@@ -134,7 +134,7 @@ class Canary:
                 self.step.scrub.start()
             _open.add(self)
             self.witness.calls = lambda: glances.calls(own())
-            self.witness.why = partial(_unguarded, own)
+            self.witness.why = lambda: glances.unguarded(own(), _open)
             WATCH.add(self._lookout)
             attach.made(self)
             self.tell(attach.attached(self.config, self.backend, regions, self.states.values()))
@@ -225,7 +225,7 @@ class Canary:
         """Whether bytes of ``region`` are compared before forwards read them."""
         return region in self.states and self.states[region].reads
 
-    def warm_up(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int, *, beside: bool = False) -> None:
+    def warm_up(self, batches: Batches, most_rows: int, *, beside: bool = False, alone: bool = False) -> None:
         """Compiles everything for forwards of up to ``most_rows`` rows, in another process: no request waits for a
         compiler. ``batches(rows)``: one view of each sort to be issued by the engine, alike in dtypes, strides and
         left-out fields, with so many rows of padding. Launches every op and leaves no trace in slots, counters, cursors
@@ -233,12 +233,17 @@ class Canary:
 
         ``beside``: the engine goes on to start (it captures graphs), and none of its forwards is guarded until then. So
         nobody waits for that process, and the rest is put off until `finish_warm_up`, the first guarded forward, or the
-        first event of slots. Tensors of the views must stay until then.
+        first event of slots. Tensors of the views must stay until then. ``alone``: the engine serves already, and has
+        compiled for its first forwards; what comes later is compiled only in another process, which may outlive this
+        Canary. Nothing is launched, and nobody waits.
         """
         if self.enabled:
             with self.guard("warm_up"):
-                from canary_core.guard.start_up import StartUp
+                from canary_core.guard.start_up import ALONE, StartUp
 
+                if alone:
+                    ALONE.begin(self._workspace, self._switch, batches, most_rows)
+                    return
                 if self._start_up is None:
                     self._start_up = StartUp(self._workspace, self._switch, self.step)
                 self._start_up.begin(batches, most_rows, beside)
@@ -433,15 +438,6 @@ class Canary:
     def _give_up(self) -> None:
         if self._start_up is not None:
             self._start_up.give_up()
-
-
-def _unguarded(own: "ref[Canary]") -> str | None:
-    """Why forwards pass by the Canary of ``own``, already reported; None where they do not, or it is gone."""
-    if (canary := own()) is None:
-        return None
-    if canary.step.paused:
-        return "paused"
-    return None if canary._switch.enabled or canary not in _open else "off"
 
 
 @atexit.register

@@ -1,5 +1,6 @@
 """Facts of a Canary for parts that must not keep it alive: each takes what a weak reference gives."""
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from canary_core.config import CanaryConfig
@@ -23,6 +24,13 @@ class Glanced(Protocol):
 def calls(canary: Glanced | None) -> int:
     """Number of calls of ``canary`` for a forward, whatever the result."""
     return -1 if canary is None else int(canary.step.forwards + canary.step.unchecked + canary.step.passed_by)
+
+
+def unguarded(canary: Any, unended: Collection[object]) -> str | None:
+    """Why forwards pass by ``canary``, already reported; None where they do not, or it is not ``unended`` or gone."""
+    if canary is not None and canary.step.paused:
+        return "paused"
+    return "off" if canary in unended and not canary.enabled else None
 
 
 def unable_to_recompute(canary: Glanced | None) -> Event | None:

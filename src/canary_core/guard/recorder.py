@@ -114,7 +114,7 @@ class Recorder:
                 carried = True
                 self._backend.record(state, view, table)
             elif state.readable and self._schedules[name].now:
-                if self.stores.on or (proof.looks and not self.captured):
+                if self.stores.on or state.launches.compiling() or (proof.looks and not self.captured):
                     self._fingerprint_and_record(state, view, table)
                 else:
                     self._backend.fingerprint_record(state, view, table)

@@ -3,16 +3,22 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from functools import partial
 
-from canary_core.batch import BatchView
+import pluggy
+
+from canary_core.batch import Batches, BatchView
 from canary_core.errors import AttachError
 from canary_core.events import Event
 from canary_core.guard.step import Step
-from canary_core.guard.warm_up import compile_all, compile_beside, row_counts, warm_up
+from canary_core.guard.warm_up import compile_all, compile_beside, compile_later, row_counts, warm_up
 from canary_core.ops.compile_process import CompileProcess
 from canary_core.ops.launches import LATE
+from canary_core.ops.state import RegionState
 from canary_core.runtime.streams import capturing, synchronize
+from canary_core.runtime.telling import emit
 from canary_core.runtime.workspace import Switch, Workspace
 
 PROGRESS_S = 10.0
@@ -35,12 +41,13 @@ class StartUp:
         self._scrub = step.scrub
         self._views: list[BatchView] = []
         self._processes: list[CompileProcess] = []
+        self._unable = ""
         self._seconds = 0.0
         self._lock = threading.RLock()
         # Until this start is done as well.
         LATE.begun = False
 
-    def begin(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int, beside: bool) -> None:
+    def begin(self, batches: Batches, most_rows: int, beside: bool) -> None:
         """Starts up for batches of up to ``most_rows`` rows, see `Canary.warm_up`. ``beside``: the work may be put off
         until another process has compiled. Raises `AttachError` during a graph capture, and for a view that does not
         fit."""
@@ -48,9 +55,12 @@ class StartUp:
             began = time.perf_counter()
             views = list(self._padding(batches, most_rows))
             self._views += views
-            process = compile_beside(
-                self._workspace.backend, self._workspace.states, views, self._first_launches, self._processes
-            )
+            try:
+                process = compile_beside(
+                    self._workspace.backend, self._workspace.states, views, self._first_launches, self._processes
+                )
+            except OSError as error:
+                process, self._unable = None, f"no process can compile beside: {error}; all was compiled here"
             if process is not None:
                 self._processes.append(process)
             self._seconds += time.perf_counter() - began
@@ -78,7 +88,7 @@ class StartUp:
         while self._processes:
             self._processes.pop().end()
 
-    def _padding(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int) -> Iterator[BatchView]:
+    def _padding(self, batches: Batches, most_rows: int) -> Iterator[BatchView]:
         for rows in row_counts(self._workspace.backend.row_steps, most_rows):
             for batch in batches(rows):
                 self._step.require_place(batch)
@@ -111,6 +121,8 @@ class StartUp:
             else:
                 with self._progress("ops are compiled and launched once"):
                     self._launch()
+                if self._unable:
+                    fields["reason"] = self._unable
             self._seconds += time.perf_counter() - began
             fields["seconds"] = round(self._seconds, 2)
         finally:
@@ -155,3 +167,73 @@ class StartUp:
         """The launches of `Scrub.start`, if still to come."""
         if not self._scrub.started:
             self._scrub.launch_all()
+
+
+class Alone:
+    """Processes that compile while an engine serves: one at a time, and one for each sort of regions and batches in the
+    life of this process. Each tells ``warmed_up`` when it has ended, also where its Canary is gone by then."""
+
+    def __init__(self) -> None:
+        self._sorts: set[object] = set()
+        self._process: CompileProcess | None = None
+
+    def begin(self, workspace: Workspace, switch: Switch, batches: Batches, rows: int) -> None:
+        """Compiles what batches of ``rows`` rows launch later than in their first forward. Never waits; within a graph
+        capture it does nothing, and while another process compiles it begins none."""
+        began = time.perf_counter()
+        backend, states = workspace.backend, workspace.states
+        if not backend.row_steps or capturing(workspace.device):
+            return
+        if self._process is not None and self._process.runs():
+            _put_off(states.values(), self._process)
+            return
+        (batch,) = batches(rows)
+        sort = bisect_left(backend.row_steps, rows), batch.expected_tokens is None, *map(_sort, states.values())
+        if sort in self._sorts:
+            return
+        self._sorts.add(sort)
+        fields: dict[str, object] = {"backend": backend.name, "batches": 1, **switch.place.fields()}
+        try:
+            self._process = process = compile_later(backend, states, batch)
+        except (OSError, RuntimeError) as error:  # The latter where no thread can start.
+            fields |= {"seconds": 0.0, "reason": f"no process can compile beside: {error}; {LEFT}"}
+            emit(Event("warmed_up", fields=fields), switch.hooks)
+            return
+        if process is None:
+            return
+        _put_off(states.values(), process)
+        fields["seconds"] = round(time.perf_counter() - began, 2)
+        # It keeps no memory of the Canary's.
+        tell = partial(_tell_end, process, fields, switch.hooks)
+        threading.Thread(target=tell, name="canary alone", daemon=True).start()
+
+
+ALONE = Alone()
+
+LEFT = "kernels are compiled when they are first launched"
+"""The end of the reason where a process that compiles alone did not, or not all."""
+
+
+def _put_off(states: Iterable[RegionState], process: CompileProcess) -> None:
+    """An op that two others can stand for is not launched before the end of ``process``, which may be about to compile
+    it."""
+    for state in states:
+        state.launches.compiling = process.runs
+
+
+def _sort(state: RegionState) -> object:
+    """The parts of a region for which kernels are compiled."""
+    region = state.region
+    sources = frozenset((s.page_size, s.chunks, s.chunk_bytes, s.dtype) for s in region.sources)
+    return region.kind, region.attention_window, region.tokens_per_slot, len(region.sources), sources
+
+
+def _tell_end(process: CompileProcess, fields: dict[str, object], hooks: pluggy.PluginManager) -> None:
+    """Waits for ``process``, on a thread of its own."""
+    process.wait()
+    fields["beside_s"] = round(process.seconds, 2)
+    if process.code:
+        fields["reason"] = f"a process that compiled beside ended with {process.code}; {LEFT}"
+    else:
+        process.remember()
+    emit(Event("warmed_up", fields=fields), hooks)

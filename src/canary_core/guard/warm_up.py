@@ -12,6 +12,7 @@ from canary_core.errors import AttachError
 from canary_core.ops.backends import Backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.compile_process import CompileProcess
+from canary_core.ops.launches import LaunchCache
 from canary_core.ops.repair_rows import REPAIR_WORDS
 from canary_core.ops.state import RegionState
 from canary_core.read_table import MOST_LENS, ReadLens, ReadTable
@@ -46,12 +47,29 @@ def compile_beside(
     running: Sequence[CompileProcess],
 ) -> CompileProcess | None:
     """`compile_all` in another process, without the jobs of ``running``. None where nothing is left, or the back end
-    can't. Raises `AttachError` during a graph capture."""
+    can't. Raises `AttachError` during a graph capture, and `OSError` where no process can start."""
     _require_no_capture(states)
     if backend.compile_beside is None or not _compiles(states):
         return None
     with _no_trace(states):
         return backend.compile_beside(partial(_launch_with, backend, states, batches, also), running)
+
+
+def compile_later(backend: Backend, states: Mapping[str, RegionState], batch: BatchView) -> CompileProcess | None:
+    """In another process: what engines that serve launch later than with their first forward, for batches like
+    ``batch``. Touches no slot and no counter. None where nothing is left, or the back end can't. Raises `OSError` where
+    no process can start."""
+    if backend.compile_beside is None or not _compiles(states):
+        return None
+    kept = {name: state.launches for name, state in states.items()}
+    try:
+        for state in states.values():
+            # What this process has compiled would be launched.
+            state.launches = LaunchCache()
+        return backend.compile_beside(partial(_launch_later, backend, states, batch), ())
+    finally:
+        for name, state in states.items():
+            state.launches = kept[name]
 
 
 def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Sequence[BatchView]) -> None:
@@ -129,6 +147,13 @@ def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, tabl
     if state.stores.numel():
         backend.note_store(state, batch, range(len(state.sources)))
         backend.compare_stores(state, batch, table)
+
+
+def _launch_later(backend: Backend, states: Mapping[str, RegionState], batch: BatchView) -> None:
+    for name, table in batch.tables.items():
+        if states[name].sources:
+            backend.fingerprint_record(states[name], batch, table)
+        _launch_beside(backend, states[name])
 
 
 def _launch_beside(backend: Backend, state: RegionState) -> None:

@@ -62,7 +62,7 @@ class Backend:
     compile_together: Callable[[Callable[[], None]], None] | None = None
     """Compiles the ops called by a function, side by side, and launches none of them."""
     compile_beside: "Callable[[Callable[[], None], Sequence[CompileProcess]], CompileProcess | None] | None" = None
-    """The same in another process, without the jobs of the given processes; None where nothing is left."""
+    """The same in a process; None where the given ones have all. Raises `OSError` where none can start."""
 
 
 def choose(name: str, device: torch.device) -> Backend:

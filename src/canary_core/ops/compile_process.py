@@ -45,7 +45,7 @@ class CompileProcess:
         self._began = time.perf_counter()
         self._code: int | None = None
         # Isolated: without the working directory, where others may put modules of any name.
-        command = [sys.executable, "-I", "-c", START.format(module=MODULE), str(os.getpid()), json.dumps(_path())]
+        command = [_python(), "-I", "-c", START.format(module=MODULE), str(os.getpid()), json.dumps(_path())]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=_environment(folder)
@@ -66,6 +66,10 @@ class CompileProcess:
     def code(self) -> int | None:
         """0 once all is compiled; another number where something is left, None while the process runs."""
         return self._code
+
+    def runs(self) -> bool:
+        """Whether it still compiles."""
+        return self._code is None
 
     def wait(self) -> None:
         """Waits for the end; ends the process after `MOST_WAIT_S`."""
@@ -93,6 +97,15 @@ class CompileProcess:
                 del os.environ[CACHE_VARIABLE]
             else:
                 os.environ[CACHE_VARIABLE] = before
+
+
+def _python() -> str:
+    """The interpreter. Raises `OSError` where ``sys.executable`` is something else, which would be started a second
+    time: a frozen application, or one that embeds Python."""
+    name = os.path.basename(sys.executable or "").lower()
+    if getattr(sys, "frozen", False) or not ("python" in name or "pypy" in name):
+        raise OSError(f"sys.executable is {sys.executable!r}, which is no Python interpreter")
+    return sys.executable
 
 
 def _environment(cache: str | None) -> dict[str, str]:

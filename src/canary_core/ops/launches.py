@@ -1,5 +1,6 @@
 """`LaunchCache`: launches and arguments kept for a region by the kernels' host side, so that a forward costs little."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from canary_core.batch import BatchView, SlotTable
@@ -131,10 +132,11 @@ class LaunchCache:
 
     by_op: the launch of each op. by_table: launches of ops with compile-time constants of a batch. by_group: of each op
     that reads bytes, one for each group of sources. batch: the kernels' arguments of the last batch, common to several
-    ops of a forward. listed: the arguments of the scrub, without a probe and with one.
+    ops of a forward. listed: the arguments of the scrub, without a probe and with one. compiling: whether a process
+    compiles for the region just now, so that an op for which two others can stand has to wait.
     """
 
-    __slots__ = ("batch", "by_group", "by_op", "by_table", "listed")
+    __slots__ = ("batch", "by_group", "by_op", "by_table", "compiling", "listed")
 
     def __init__(self) -> None:
         self.by_op: dict[str, Launch] = {}
@@ -142,9 +144,10 @@ class LaunchCache:
         self.by_group: dict[Key, list[GroupLaunch]] = {}
         self.batch: BatchArguments | None = None
         self.listed: dict[bool, Arguments] = {}
+        self.compiling: Callable[[], bool] = bool
 
     def clear(self) -> None:
-        """Forgets everything: a tensor of the region was replaced, or a source has another shape."""
+        """Forgets all launches: a tensor of the region was replaced, or a source has another shape."""
         self.by_op.clear()
         self.by_table.clear()
         self.by_group.clear()

@@ -3,14 +3,14 @@ not blamed, and none changes. The model is broken from outside, in forwards of i
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from canary_transformers.generate.forward import ModelCall
 from canary_transformers.generate.given import Given
-from tiny.answers import NEW, PROMPT, Answers, one_short, shifted_positions, weights_change
+from tiny.answers import NEW, PROMPT, one_short, shifted_positions, weights_change
 from tiny.generation import CACHE
 from tiny.verified import skipped_layer
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -20,22 +20,6 @@ from canary_core.watchers.recompute import sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BESIDE = pytest.mark.takes_turns("the same of Llama in float32")
-
-
-@pytest.fixture
-def answers(guard: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Answers]]:
-    """Makes one, and restores the model's weights after the test."""
-    made: list[tuple[Answers, dict[str, torch.Tensor]]] = []
-
-    def make(*args: Any, **kwargs: Any) -> Answers:
-        one = Answers(guard, *args, **kwargs)
-        one.mark(monkeypatch)
-        made.append((one, {name: w.clone() for name, w in one.model.state_dict().items()}))
-        return one
-
-    yield make
-    for one, weights in made:
-        one.model.load_state_dict(weights)
 
 
 class After(StoppingCriteria):

@@ -1,13 +1,12 @@
 """Rows of models with recurrent layers computed again: clean answers are not blamed, whatever the paths; what is wrong
 in the model's own forwards, or in a state, is found. The model is broken from outside, in forwards of its user only."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from canary_transformers import recurrent
-from tiny.answers import PROMPT, Answers, weights_change
+from tiny.answers import PROMPT, weights_change
 from tiny.generation import CACHE
 
 from canary_core import Kind
@@ -16,22 +15,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BESIDE = pytest.mark.takes_turns("the same of Falcon-H1 in float32")
 REFUSED = {"jamba": "another expert", "nemotron_h": "no noise was measured"}
 SAME = ("bamba", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5")
-
-
-@pytest.fixture
-def answers(guard: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Answers]]:
-    """Makes one, and restores the model's weights after the test."""
-    made: list[tuple[Answers, dict[str, torch.Tensor]]] = []
-
-    def make(*args: Any, **kwargs: Any) -> Answers:
-        one = Answers(guard, *args, **kwargs)
-        one.mark(monkeypatch)
-        made.append((one, {name: w.clone() for name, w in one.model.state_dict().items()}))
-        return one
-
-    yield make
-    for one, weights in made:
-        one.model.load_state_dict(weights)
 
 
 @pytest.mark.parametrize(

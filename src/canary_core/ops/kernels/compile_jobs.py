@@ -34,12 +34,27 @@ class CompileJob:
     """The job's name, the same in another start unless the kernel's code or Triton has changed."""
 
     def __post_init__(self) -> None:
+        settle_name(self.source.fn)
         parts = triton.__version__, self.source.hash(), self.target, sorted(self.options.items())
         object.__setattr__(self, "key", hashlib.sha256(repr(parts).encode()).hexdigest())
 
     def compile(self) -> Any:
         """Compiles into the cache, or finds the entry there."""
         return triton.compile(self.source, target=self.target, options=self.options)
+
+
+_named: set[int] = set()
+
+
+def settle_name(kernel: Any) -> None:
+    """Has Triton compute the name of ``kernel`` in its cache, those of the functions that it calls before it. Up to
+    Triton 3.8 the name depends on which of them have one by then: so on which kernel a process looks at first."""
+    if not isinstance(kernel, JITFunction) or id(kernel) in _named:
+        return
+    _named.add(id(kernel))
+    for called in kernel.fn.__code__.co_names:
+        settle_name(kernel.fn.__globals__.get(called))
+    kernel.cache_key  # noqa: B018  (a property that does it)
 
 
 class _Told(Exception):

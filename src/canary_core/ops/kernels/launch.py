@@ -22,7 +22,7 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.compile_process import CompileProcess
-from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, job_of, pack
+from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, job_of, pack, settle_name
 from canary_core.ops.kernels.fields import BatchFields, RegionFields, SourceFields, TableFields
 from canary_core.ops.kernels.tiles import Tiles, constants
 from canary_core.ops.launches import (
@@ -145,6 +145,7 @@ class Launcher:
         self.device = state.records.device.index
         self._compiled: dict[int, Any] = {}
         self._compiling: dict[int, threading.Thread] = {}
+        settle_name(kernel)
 
     def ready(self, grid: tuple[int, int], given: Arguments) -> bool:
         """Whether a launch with such arguments needs no compilation. If not, compilation begins in a thread, and some
@@ -238,15 +239,17 @@ def _make_ready(compiled: tuple[int | None, Any]) -> None:
 def compile_beside(launches: Callable[[], None], running: Sequence[CompileProcess]) -> CompileProcess | None:
     """Compiles in another process everything that ``launches`` would launch for the first time, except the jobs of
     ``running``; nothing is launched or compiled here. None where everything was compiled in an earlier start, or where
-    no process is possible."""
-    # An error comes again with the launch, where it is told.
-    with suppress(Exception):
+    this Triton can't be asked. Raises `OSError` where no process can start."""
+    try:
         jobs = copy_context().run(_jobs_of, launches)
         left = [job for key, job in jobs.items() if not any(key in process.keys for process in running)]
-        if left and not (stamp := Stamp(left)).there:
-            folder = None if stamp.folder is None else str(stamp.folder.parent)
-            return CompileProcess(pack(left), frozenset(job.key for job in left), folder, stamp.put)
-    return None
+        stamp, work = Stamp(left), pack(left)
+        if not left or stamp.there:
+            return None
+    except Exception:  # It comes again with the launch, where it is told.
+        return None
+    folder = None if stamp.folder is None else str(stamp.folder.parent)
+    return CompileProcess(work, frozenset(job.key for job in left), folder, stamp.put)
 
 
 def _jobs_of(launches: Callable[[], None]) -> dict[str, CompileJob]:

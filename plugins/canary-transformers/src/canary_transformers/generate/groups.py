@@ -135,11 +135,13 @@ class Group:
             return SlotTable(entries)
         position = torch.arange(end, width, device=device) - write_first
         row = torch.arange(self.rows, device=device) * self.capacity
-        # Rows move during the forward, so where the new tokens will be read from, this table doesn't say.
+        stored = width - write_first
+        # Rows move during the forward, so where the new tokens will be read from, this table doesn't say. A number that
+        # follows the prompt's length would have kernels compiled for each length.
         return SlotTable(
             entries[:, :end],
             write_slots=(row[:, None] + position).flatten(),
-            stored_tokens=min(width - write_first, new),
+            stored_tokens=stored if stored < new else 0,
         )
 
     def _entries(self, width: int, device: torch.device) -> Tensor:
@@ -162,7 +164,7 @@ def groups_of(views: Sequence[LayerView], end: int, full: str = "full") -> list[
         same_kind = sum((k.window_tokens is None) == (keeping.window_tokens is None) for k in members)
         name = kind if same_kind == 1 else f"{kind}.{keeping.window_tokens or keeping.static_tokens or 0}"
         held = end if keeping.window_tokens is None else min(alike[0].held, end)
-        capacity = keeping.static_tokens or capacity_for(held)
+        capacity = capacity_for(held) if keeping.static_tokens is None else rounded(keeping.static_tokens)
         layers = tuple(view.layer for view in alike)
         groups.append(Group(name, keeping, layers, alike[0].keys.shape[0], capacity, end - held, held))
     return groups
@@ -215,6 +217,13 @@ def _placed(like: _Like, tensor: Tensor) -> Placement | None:
     if like.chunks != shape[1] or min(rows, heads, tokens) < like.chunk_bytes:
         return None
     return Placement(rows, tokens, heads if like.chunks > 1 else 0, shape[2])
+
+
+def rounded(tokens: int) -> int:
+    """Slots of a row for static tensors of so many ``tokens``, a quarter too many at most beyond 64: a number that is
+    compiled into kernels, and `generate()` makes static tensors as long as prompt and answer."""
+    step = max(16, 1 << max(tokens - 1, 0).bit_length() >> 3)
+    return -(-tokens // step) * step
 
 
 def capacity_for(held: int) -> int:

@@ -39,6 +39,7 @@ class CacheRecords:
         self._writers = self._every
         self._view: BatchView | None = None
         self._issued_first = False
+        self._told = self._warm = False
 
     @property
     def rows(self) -> int:
@@ -88,6 +89,7 @@ class CacheRecords:
         new = CacheRecords(self._name, canary, groups, self.end, self._pad)
         new._unknown_end = self._unknown_end
         new._writers = self._writers
+        new._told = self._told
         for before, group in zip(self.groups, groups, strict=True):
             kept = range(group.held)
             source, destination = before.slots(kept, every), group.slots(kept, new._every)
@@ -121,6 +123,7 @@ class CacheRecords:
         self._rename_rows()
         tokens = torch.full((self.rows, end), UNKNOWN, dtype=torch.int64, device=device)
         history = forward.history_to(end)
+        self._told = history is not None
         for known in (forward.tokens, history):
             if known is not None and known.shape[1]:
                 tokens[:, end - known.shape[1] :] = known.to(device)
@@ -132,8 +135,9 @@ class CacheRecords:
                 self.canary.slots.expect_zeros(group.name, slots)
             else:
                 self.canary.slots.forget_bytes(group.name, slots)
-        tables = {g.name: g.table(0, device, g.first, end) for g in self.groups}
-        batch = self._batch(0, ModelCall(self.rows, end, tokens, None), tables)
+        # As decodes have it, so that the kernels are theirs: no list of places where none has moved, and own tokens.
+        tables = {g.name: g.table(0, device, g.first or None, end) for g in self.groups}
+        batch = self._batch(0, ModelCall(self.rows, end, tokens, tokens if self._told else None), tables)
         self._excuse_pads(tokens)
         self.canary.step.before(batch)
         self.canary.step.after(batch)
@@ -185,6 +189,10 @@ class CacheRecords:
         self._drop_passed(forward.new, held)
         if forward.tokens is None and forward.new:
             self._unknown_end = self.end
+        if not self._warm:
+            # The first token is out by now, and what it needed is compiled.
+            self._warm = True
+            self.canary.warm_up(self._decode, self.rows, alone=True)
 
     def abandon(self, views: Sequence[LayerView] = ()) -> None:
         """The forward has failed, or left the cache alone, with ``views`` as its layers' present state."""
@@ -244,7 +252,7 @@ class CacheRecords:
         for group in self.groups:
             self._move(group, 0)
             if group.keeping.static_tokens is not None:
-                slots = group.slots(range(group.capacity), self._every)
+                slots = group.slots(range(group.keeping.static_tokens), self._every)
                 self.canary.slots.expect_zeros(group.name, slots)
         self._rename_rows()
 
@@ -311,6 +319,12 @@ class CacheRecords:
         if all(group.keeping.window_tokens is not None for group in self.groups):
             most = max(held[group.name] for group in self.groups)
             self.canary.witness.dropped(self.rows * max(new - most, 0))
+
+    def _decode(self, rows: int) -> list[BatchView]:
+        """One like those of decodes, to compile for."""
+        one = torch.zeros((rows, 1), dtype=torch.int64, device=self.canary.device)
+        tables = {group.name: group.table(0, self.canary.device, new=1) for group in self.groups}
+        return [self._batch(0, ModelCall(rows, 1, one, one if self._told else None), tables)]
 
     def _batch(self, prefix: int, forward: ModelCall, tables: Mapping[str, SlotTable]) -> BatchView:
         device = self.canary.device
