@@ -25,6 +25,7 @@ import torch
 from engines.setups import CHECKPOINTS, HICACHE, SETUPS, SPECULATIVE, TRITON
 
 from tools.storms import Served, loop
+from tools.traffic import lost_slots
 
 LENGTH, NEW_TOKENS = 40, 6
 STATE_LENGTH = 66
@@ -64,9 +65,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "disable_overlap_schedule": False,
     },
     "states": STATES,
-    "overlap states": STATES | {"disable_overlap_schedule": False},
-    "checkpoints": SETUPS["gated_delta"].options | CHECKPOINTS,
-    "overlap checkpoints": SETUPS["gated_delta"].options | CHECKPOINTS | {"disable_overlap_schedule": False},
+    "checkpoints": SETUPS["mamba2"].options | CHECKPOINTS,
+    "overlap checkpoints": SETUPS["mamba2"].options | CHECKPOINTS | {"disable_overlap_schedule": False},
     "eagle": SPECULATIVE["eagle"].options,
     "overlap eagle": SPECULATIVE["eagle"].options | {"disable_overlap_schedule": False},
     "gpu": {"device": "cuda", "model": "gpu_llama"},
@@ -87,7 +87,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """`ServerArgs` of the engines, without and with the overlap scheduler, with HiCache, with sliding windows, with
 recurrent states, and on a GPU with CUDA graphs."""
 
-ENVIRONMENT: dict[str, str] = {**TRITON, "CANARY_BACKEND": "torch", "TORCHDYNAMO_DISABLE": "1"}
+ENVIRONMENT: dict[str, str] = {
+    **TRITON,
+    "CANARY_BACKEND": "torch",
+    "TORCHDYNAMO_DISABLE": "1",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+}
 """Of engines on a CPU whose kernels Triton interprets."""
 
 QUIET = {"CANARY_READ_CHECK": "0", "CANARY_SCRUB_BUDGET": "0", "CANARY_INCIDENT_LIMIT": "1"}
@@ -159,7 +164,7 @@ def serve_parked(
         **{name: served[name] for name in ("flipped", "right", "wrong", "error", "kept")},
         **{name: sum(event.name == name for event in since) for name in names},
         "retracted": sum(request.retraction_count for request in engine.requests[before:]),
-        "lost": _lost(engine.scheduler),
+        "lost": lost_slots(engine.scheduler),
         **_arrivals(engine),
         "hit_slots": engine.session.canary.stats().get("hit_slots", 0),
     }
@@ -176,19 +181,6 @@ def _prompts(engine: Any, draw: random.Random) -> tuple[list[list[int]], list[li
     # Longer than a chunk, at whose end a checkpoint is taken.
     begins = [tokens(STATE_LENGTH) for _ in range(3)] * 2
     return begins, [begin + tokens(5) for begin in begins]
-
-
-def _lost(scheduler: Any) -> int:
-    """Slots of an idle engine that are neither free nor in the prefix cache, by SGLang's own counts."""
-    allocator, cache = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-    windows = cache.supports_swa()
-    free = allocator.full_available_size() if windows else allocator.available_size()
-    cached = cache.full_evictable_size() if windows else cache.evictable_size()
-    lost = int(scheduler.max_total_num_tokens - free - cached)
-    states = getattr(scheduler.req_to_token_pool, "mamba_allocator", None)
-    if states is None:
-        return lost
-    return lost + int(states.size - states.available_size() - cache.mamba_evictable_size())
 
 
 def _arrivals(engine: Any) -> dict[str, int]:
@@ -261,19 +253,16 @@ def _note(told: dict[str, Any], send: Any, output: Any, *args: Any, **kwargs: An
 def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:
     """Flips a bit in a slot that a waiting request will hit, by SGLang's own lookup; False where there is none."""
     request.init_next_round_input(engine.scheduler.tree_cache)
-    state = _looked_up_state(engine.scheduler, request)
+    state = looked_up_state(engine.scheduler, request)
     slots = request.prefix_indices.tolist()
     if not slots:
         return False
     pool, slot = engine.runner.token_to_kv_pool, draw.choice(slots)
-    if state is not None and draw.random() < 0.5:
-        kept = engine.runner.req_to_token_pool.mamba_pool.mamba_cache
-        parts = [part for part in (*kept.conv, kept.temporal) if part.numel()]
-        part = draw.choice(parts)
-        _flip(part[draw.randrange(len(part)), state], draw)
-        return True
-    if hasattr(pool, "full_kv_pool") and state is not None:
+    if state is not None:
         pool = pool.full_kv_pool
+        if draw.random() < 0.5:
+            flip_state(engine, state, draw)
+            return True
     if hasattr(pool, "swa_kv_pool"):
         # In a window's pool lies what the window will reach.
         late = draw.choice(slots[-WINDOW // 2 :])
@@ -283,7 +272,14 @@ def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:
     return True
 
 
-def _looked_up_state(scheduler: Any, request: Any) -> int | None:
+def flip_state(engine: Any, slot: int, draw: random.Random) -> None:
+    """Flips a bit of a recurrent state, in a random layer of its convolutions or of what they feed."""
+    kept = engine.runner.req_to_token_pool.mamba_pool.mamba_cache
+    part = draw.choice([part for part in (*kept.conv, kept.temporal) if part.numel()])
+    _flip(part[draw.randrange(len(part)), slot], draw)
+
+
+def looked_up_state(scheduler: Any, request: Any) -> int | None:
     """The slot of the state that a waiting request will go on from, None without one. The request gives back what it
     was given for that, as one that SGLang looks up and can't admit."""
     if not hasattr(scheduler.req_to_token_pool, "mamba_pool"):
@@ -323,7 +319,10 @@ def main() -> None:
     beside = ("gpu", "overlap", "host", "files", "window", "states", "checkpoints", "eagle")
     numbers = {word[0]: int(word[1:]) for word in words if word[1:].isdecimal()}
     size = {"together": numbers.get("x", 1), "new": numbers.get("t", NEW_TOKENS)}
-    modes = [word for word in words if word.isalpha() and word not in (*beside, "clean", "late")] or ["report", "protect"]
+    modes = [word for word in words if word.isalpha() and word not in (*beside, "clean", "late")] or [
+        "report",
+        "protect",
+    ]
     interpreted = {"files", "window", "eagle", "states", "checkpoints"} & set(words) and "gpu" not in words
     kernels = ENVIRONMENT if interpreted else {}
     kind = " ".join(word for word in beside if word in words) or "plain"
