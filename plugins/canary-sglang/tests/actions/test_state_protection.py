@@ -2,9 +2,11 @@
 computed from a state, or from KV, found to be wrong. Bits flip from outside, in SGLang's own tensors."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from actions.test_protection import COMPARED, FINE, MIXED, PRESSURE, part
+from canary_sglang.compat import retraction
 from engines.setups import SETUPS, STATES_COVERED_BY
 from tools.parked_flips import ENVIRONMENT, OPTIONS, QUIET
 
@@ -127,13 +129,8 @@ def test_a_request_that_had_gone_on_from_the_state_before_it_changed_goes_on(lau
     assert done["lost"] == 0
 
 
-@pytest.mark.beyond_ci("the refusal of other engines, which says so in the same event")
 def test_states_over_two_stages_are_refused():
     """What was not shown beside states does what quarantine does."""
-    from types import SimpleNamespace
-
-    from canary_sglang.compat import retraction
-
     args = SimpleNamespace(pp_size=2, enable_dp_attention=False)
     scheduler = SimpleNamespace(server_args=args, is_generation=True, batch_result_processor=SETUPS["mha"])
     assert "recurrent states beside" in str(retraction.withholding_refusal(scheduler, states=True))

@@ -52,7 +52,8 @@ def share_broken_state(engine: Any, begin: list[int], prompts: list[list[int]], 
     hit = int(first.cached_tokens)
     second = engine.submit(prompts[1], new_tokens)
     second.init_next_round_input(engine.scheduler.tree_cache)
-    flip_state(engine, looked_up_state(engine.scheduler, second), random.Random(1))
+    slot = looked_up_state(engine.scheduler, second)
+    flip_state(engine.runner.req_to_token_pool.mamba_pool, slot, random.Random(1))
     while not (first.finished() and second.finished()):
         engine.step()
     serve(engine, prompts[2:], new_tokens)

@@ -87,7 +87,7 @@ def _flip_any(engine: Any, rng: random.Random) -> bool:
             unused = set(states.free_slots.tolist())
             used = [slot for slot in range(1, int(states.size) + 1) if slot not in unused]
             for slot in used and [rng.choice(used)]:
-                flip_state(engine, slot, rng)
+                flip_state(engine.runner.req_to_token_pool.mamba_pool, slot, rng)
             return bool(used)
     free = {int(s) for part in (allocator.free_pages, allocator.release_pages) for s in part}
     used = [slot for slot in range(1, int(engine.scheduler.max_total_num_tokens) + 1) if slot not in free]

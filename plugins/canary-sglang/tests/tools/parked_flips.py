@@ -261,7 +261,7 @@ def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:
     if state is not None:
         pool = pool.full_kv_pool
         if draw.random() < 0.5:
-            flip_state(engine, state, draw)
+            flip_state(engine.runner.req_to_token_pool.mamba_pool, state, draw)
             return True
     if hasattr(pool, "swa_kv_pool"):
         # In a window's pool lies what the window will reach.
@@ -272,9 +272,9 @@ def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:
     return True
 
 
-def flip_state(engine: Any, slot: int, draw: random.Random) -> None:
-    """Flips a bit of a recurrent state, in a random layer of its convolutions or of what they feed."""
-    kept = engine.runner.req_to_token_pool.mamba_pool.mamba_cache
+def flip_state(pool: Any, slot: int, draw: random.Random) -> None:
+    """Flips a bit of a recurrent state of a `MambaPool`, in a random layer of its convolutions or of what they feed."""
+    kept = pool.mamba_cache
     part = draw.choice([part for part in (*kept.conv, kept.temporal) if part.numel()])
     _flip(part[draw.randrange(len(part)), slot], draw)
 
