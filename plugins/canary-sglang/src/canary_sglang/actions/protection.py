@@ -34,6 +34,10 @@ class Protection(Quarantine):
     compared before (`Verdict.stands`), is queued again and keeps the tokens; any other ends with a retryable error.
     Nodes with the slot leave the prefix cache with all below.
 
+    A finding may name the slot of a recurrent state, in which all tokens before are. The request that has it is taken,
+    however often the state was rewritten since, and so is any that holds the node of a wrong checkpoint, so that the
+    node can leave: what such a request computed from the checkpoint before it changed stands.
+
     Acts right before the result of the step is taken. The overlap scheduler has made one batch more by then. On a CPU
     the verdict is there before that, and requests are taken before the next batch is made. On a GPU it comes with the
     tokens, so the next batch has such requests, too: their rows are passed by. They are queued again when no batch
@@ -178,7 +182,7 @@ class Protection(Quarantine):
             return "KV comes back from host memory"
         kinds = {region.kind for canary in self._canaries() for region in canary.regions.values()}
         if RegionKind.RING in kinds:
-            return "a compressor's ring has rows of tokens that other rows were computed with"
+            return "withholding was not shown with the rings of DeepSeek-V4's compressors"
         return retraction.withholding_refusal(scheduler, RegionKind.STATE in kinds)
 
     def _withhold(self, scheduler: Any, batch: Any) -> list[Any]:
@@ -220,6 +224,7 @@ class Protection(Quarantine):
     def _concerned(self, scheduler: Any, batch: Any, cases: list[Case]) -> list[tuple[Any, list[Case]]]:
         """The running requests with wrong KV, each with the cases."""
         places = self._places(scheduler, [case.suspect for case in cases])
+        spoiled = self._places(scheduler, [case.suspect for case in cases if case.suspect.spoiled])
         found = []
         for request in schedulers.running_requests(scheduler, batch) if cases else ():
             name, (row, _) = Writers.told(request.rid), schedulers.table_row(scheduler, request)
@@ -233,7 +238,7 @@ class Protection(Quarantine):
                 or name in case.suspect.requests
                 or (_is_everyones(case.suspect) and case.suspect.slot in held.get(case.suspect.region, ()))
             ]
-            own = own or [Case(suspects[0], True) for place, suspects in places.values() if place.beside(request)]
+            own = own or [Case(suspects[0], True) for place, suspects in spoiled.values() if place.beside(request)]
             found.append((request, own))
         for one in (batch, *self._flying):
             if retraction.counts_logprobs(one) and any(own and request in one.reqs for request, own in found):
@@ -276,7 +281,7 @@ class Protection(Quarantine):
         """Takes nodes with a wrong slot from the prefix cache, and all nodes below."""
         if any(case.suspect == LOST for case in cases):
             evicted = caches.evict_nodes(scheduler.tree_cache, lambda slots: torch.ones_like(slots, dtype=torch.bool))
-            self._tell_evicted(LOST, {"evicted_tokens": evicted})
+            self._tell_evicted(LOST, evicted)
             return
         for place, suspects in self._places(scheduler, [case.suspect for case in cases]).values():
             if not place.cached():
@@ -286,10 +291,6 @@ class Protection(Quarantine):
                 # A request that could not be retracted has it.
                 again = [suspect for suspect in suspects if suspect.spoiled and suspect.written >= 0]
                 self._cases += [Case(replace(suspect, requests=()), False) for suspect in again]
-
-    def _tell_evicted(self, suspect: Suspect, evicted: dict[str, object]) -> None:
-        if any(evicted.values()):
-            self._tell("quarantined", {**about(suspect), **evicted}, "warning")
 
     def _queue_again(self, scheduler: Any) -> None:
         for request in list(self._again):

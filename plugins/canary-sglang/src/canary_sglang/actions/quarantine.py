@@ -159,12 +159,14 @@ class Quarantine:
                 self._abort(scheduler, request, suspect)
         cached = place is not None and place.cached()
         if cached and place is not None and self._evicts:
-            evicted = place.evict()
-            if any(evicted.values()):
-                self._tell("quarantined", {**about(suspect), **evicted}, "warning")
+            self._tell_evicted(suspect, place.evict())
             cached = place.cached()
         if not cached and not in_use:
             del self._open[suspect]
+
+    def _tell_evicted(self, suspect: Suspect, tokens: int) -> None:
+        if tokens:
+            self._tell("quarantined", {**about(suspect), "evicted_tokens": tokens}, "warning")
 
     def _place(self, scheduler: Any, *suspects: Suspect) -> "Slots | States | None":
         """Where the slots of ``suspects``, all of one region, are found in requests and in the prefix cache; None for
@@ -221,10 +223,9 @@ class Slots:
         slots = caches.cached_slots(self.scheduler.tree_cache)
         return slots is not None and bool(self._are(slots).any())
 
-    def evict(self) -> dict[str, object]:
-        """Evicts nodes with one of the slots and all below, unless in use. Returns how many tokens, as an event's
-        field."""
-        return {"evicted_tokens": caches.evict_nodes(self.scheduler.tree_cache, self._are)}
+    def evict(self) -> int:
+        """Evicts nodes with one of the slots and all below, unless in use. Returns how many tokens."""
+        return caches.evict_nodes(self.scheduler.tree_cache, self._are)
 
     def _are(self, slots: Tensor) -> Tensor:
         """Whether each of ``slots``, numbered as in the engine's tables, is one of these."""
@@ -256,8 +257,8 @@ class States:
         states = caches.cached_states(self.scheduler.tree_cache)
         return states is not None and not self.slots.isdisjoint(states.tolist())
 
-    def evict(self) -> dict[str, object]:
-        """As `Slots.evict`; of a cache without a choice returns how many states."""
+    def evict(self) -> int:
+        """As `Slots.evict`."""
         return caches.evict_states(self.scheduler.tree_cache, self.slots)
 
 

@@ -141,18 +141,14 @@ def cached_states(cache: Any) -> torch.Tensor | None:
     return slots
 
 
-def evict_states(cache: Any, states: Collection[int]) -> dict[str, object]:
-    """Evicts each node with one of the recurrent ``states``, and all nodes below, unless in use. Returns the number of
-    tokens, as an event's field. A cache without a choice gives up all states not in use, and the number of these is
-    returned: the KV of the same tokens stays, but can't be reused without its states."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-    if names_nodes(cache):
-        with _only_chosen_leaves(cache, StatesAbove(cache, states)):
-            return {"evicted_tokens": _evict(cache, int(cache.evictable_size()))}
-    before = int(cache.mamba_evictable_size())
-    cache.evict(EvictParams(num_tokens=0, mamba_num=before))
-    return {"evicted_states": before - int(cache.mamba_evictable_size())}
+def evict_states(cache: Any, states: Collection[int]) -> int:
+    """Evicts each node with one of the recurrent ``states``, and all nodes below, unless in use; returns the number of
+    tokens. From a cache without a choice, evicts every node not in use."""
+    tokens = int(cache.evictable_size())
+    if not names_nodes(cache):
+        return _evict(cache, tokens)
+    with _only_chosen_leaves(cache, StatesAbove(cache, states)):
+        return _evict(cache, tokens)
 
 
 def names_nodes(cache: Any) -> bool:
@@ -177,7 +173,12 @@ class StatesAbove:
         path = []
         while node not in self._known and not self._core.is_root(node):
             path.append(node)
-            node = _parent(self._core, node)
+            above = _parent(self._core, node)
+            if above is None:
+                # Nobody knows what is above.
+                self._known[node] = True
+                break
+            node = above
         found = self._known.get(node, False)
         for below in reversed(path):
             found = found or self._has(below)
@@ -189,16 +190,14 @@ class StatesAbove:
         return state is not None and not set(state.tolist()).isdisjoint(self._states)
 
 
-def _parent(core: Any, node: int) -> int:
-    """The number of a node's parent. Raises `LookupError` for a node that is not on the device."""
+def _parent(core: Any, node: int) -> int | None:
+    """The number of a node's parent; None where the core does not tell."""
     if hasattr(core, "_binding"):
         (length,) = core._binding.get_node_key_lengths([node])
     else:
         length = len(core.node_by_id(node).key)
     found = core.validate_buffer_backup(node, length)
-    if found is None:
-        raise LookupError(f"the prefix cache does not tell the parent of its node {node}")
-    return int(found.parent_node_id)
+    return None if found is None else int(found.parent_node_id)
 
 
 ALL_TOKENS = 1 << 40
