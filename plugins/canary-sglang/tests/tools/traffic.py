@@ -69,4 +69,5 @@ def lost_slots(scheduler: Any) -> int:
     states = getattr(scheduler.req_to_token_pool, "mamba_allocator", None)
     if states is None:
         return lost
-    return lost + int(states.size - states.available_size() - cache.mamba_evictable_size())
+    parked = cache.mamba_evictable_size() if cache.supports_mamba() else 0
+    return lost + int(states.size - states.available_size() - parked)
