@@ -34,9 +34,9 @@ class Protection(Quarantine):
     compared before (`Verdict.stands`), is queued again and keeps the tokens; any other ends with a retryable error.
     Nodes with the slot leave the prefix cache with all below.
 
-    A finding may name the slot of a recurrent state, in which all tokens before are. The request that has it is taken,
-    however often the state was rewritten since, and so is any that holds the node of a wrong checkpoint, so that the
-    node can leave: what such a request computed from the checkpoint before it changed stands.
+    A finding may name the slot of a recurrent state. The slot's request is taken, however often the state was rewritten
+    since, out of itself. So is a request on the node of a wrong checkpoint, for the node to leave: tokens computed from
+    the checkpoint before the change stand.
 
     Acts right before the result of the step is taken. The overlap scheduler has made one batch more by then. On a CPU
     the verdict is there before that, and requests are taken before the next batch is made. On a GPU it comes with the
@@ -212,8 +212,8 @@ class Protection(Quarantine):
         return ranks.end_round(self._present) or []
 
     def _present(self) -> list[Case]:
-        """This rank's own verdicts so far, but for slots rewritten since. A state is rewritten out of itself, so it
-        stays wrong. Never raises: other ranks wait."""
+        """This rank's own verdicts so far, but for slots rewritten since and right by now. Never raises: other ranks
+        wait."""
         cases, self._cases = list(dict.fromkeys(self._cases)), []
         try:
             return [case for case in cases if _stays(case.suspect) or not self._is_gone(case.suspect)]
@@ -248,8 +248,8 @@ class Protection(Quarantine):
         return [(request, own) for request, own in found if own]
 
     def _places(self, scheduler: Any, suspects: Iterable[Suspect]) -> "dict[str, tuple[Slots | States, list[Suspect]]]":
-        """By region where the slots of ``suspects`` are found, and which these are, where requests or the prefix cache
-        have slots."""
+        """By region the place of the slots of ``suspects``, and the suspects, where requests or the prefix cache have
+        such slots."""
         by_region: dict[str, list[Suspect]] = {}
         for suspect in suspects:
             if suspect.slot >= 0:
@@ -309,5 +309,5 @@ def _is_wrong_state(suspect: Suspect) -> bool:
 
 
 def _stays(suspect: Suspect) -> bool:
-    """Whether what is wrong stays wrong when its slot is rewritten."""
+    """Whether a rewritten slot is wrong still: a state is rewritten out of itself."""
     return suspect == LOST or _is_wrong_state(suspect)

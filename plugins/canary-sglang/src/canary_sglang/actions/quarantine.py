@@ -169,8 +169,8 @@ class Quarantine:
             self._tell("quarantined", {**about(suspect), "evicted_tokens": tokens}, "warning")
 
     def _place(self, scheduler: Any, *suspects: Suspect) -> "Slots | States | None":
-        """Where the slots of ``suspects``, all of one region, are found in requests and in the prefix cache; None for
-        slots that neither has."""
+        """The place of the slots of ``suspects``, all of one region, in requests and in the prefix cache; None for
+        slots of neither."""
         first = suspects[0]
         canary, slots = self._canary(first.region), frozenset(one.slot for one in suspects if one.slot >= 0)
         if canary is None or not slots:
@@ -215,7 +215,7 @@ class Slots:
         return set() if row is None else set(self.region.slots_of(row[:length]).tolist())
 
     def beside(self, request: Any) -> bool:
-        """Whether a request that computes from none of the slots keeps some of them in the prefix cache."""
+        """Whether a request computes from none of the slots, and keeps some in the prefix cache."""
         return False
 
     def cached(self) -> bool:
@@ -245,8 +245,8 @@ class States:
         return set() if slot is None else {slot}
 
     def beside(self, request: Any) -> bool:
-        """As `Slots.beside`. The request has its own state, and takes a checkpoint in the slot, or had gone on from a
-        node, or one below, before the node's state was wrong."""
+        """As `Slots.beside`: the request takes a checkpoint in one of the slots, or went on from a node with one, or
+        below, before the change."""
         if not self.slots.isdisjoint(schedulers.checkpoint_slots(self.scheduler, request)):
             return True
         cache, node = self.scheduler.tree_cache, request.last_node
