@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from actions.test_protection import COMPARED, FINE, MIXED, PRESSURE, part
+from canary_sglang.batches.hits import UNSEEN_STATES
 from canary_sglang.compat import retraction
 from engines.setups import SETUPS, STATES_COVERED_BY
 from tools.parked_flips import ENVIRONMENT, OPTIONS, QUIET
@@ -56,6 +57,16 @@ def test_no_wrong_answer_from_checkpoints_that_changed(launch, late):
     served = engine.serve_parked(count=6)
     numbers = dict.fromkeys(("right", "recomputed", "flipped"), 6)
     assert part(served, *numbers, "lost") == FINE | numbers | {"lost": 0}
+    assert "hits_unchecked" not in {event["name"] for event in engine.events()}
+
+
+@pytest.mark.beyond_ci("hits without bytes, in test_protection")
+@pytest.mark.parametrize("interval", ["1", "256"])
+def test_states_that_nobody_looks_at_are_told(launch, interval):
+    """Without checkpoints the state after a decode that is not looked at is parked unknown: an event says so."""
+    engine = protected(launch, "states", **QUIET, CANARY_STATE_INTERVAL=interval)
+    told = [event["reason"] for event in engine.events() if event["name"] == "hits_unchecked"]
+    assert told == ([UNSEEN_STATES] if interval == "256" else [])
 
 
 @pytest.mark.beyond_ci("a hundredth of it")
