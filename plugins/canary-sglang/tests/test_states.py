@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from engines.setups import STATES_COVERED_BY
+from engines.setups import CHECKPOINTS, STATES_COVERED_BY
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.beyond_ci(STATES_COVERED_BY)]
 
@@ -49,17 +49,8 @@ def test_states_without_a_prefix_cache_raise_nothing(launch):
     assert found["stats"]["checked_forwards"] == (served["steps"] + again["steps"]) * len(engine.setup.served)
 
 
-CHECKPOINTS = {
-    "mamba_radix_cache_strategy": "extra_buffer",
-    "mamba_track_interval": 64,
-    "chunked_prefill_size": 128,
-    "max_mamba_cache_size": 32,
-}
-
-
 def checkpointing(launch, options=None, **settings):
-    """Linear attention under ``extra_buffer``: states as of every 64th token are put aside within prefills and
-    decodes."""
+    """Linear attention with `CHECKPOINTS`."""
     return launch({"options": {**CHECKPOINTS, **(options or {})}}, "gated_delta", **settings)
 
 

@@ -33,7 +33,7 @@ from canary_sglang.allocator.lifetime import Lifetime
 from canary_sglang.batches.draft import DraftBatches
 from canary_sglang.batches.forward import ForwardBatches
 from canary_sglang.batches.given_tables import GivenTables
-from canary_sglang.batches.hits import PrefixHits
+from canary_sglang.batches.hits import PrefixHits, tell_unseen_states
 from canary_sglang.batches.sampled import SampledRows
 from canary_sglang.batches.unguarded import UnguardedForwards
 from canary_sglang.batches.writers import RequestWriters
@@ -231,8 +231,11 @@ class Session:
         runner, step = self.runner, self.canary.step
         self._states: MambaStates | None = None
         if state is not None:
-            self._states = MambaStates(runner.req_to_token_pool, state, self.canary, Checkpoints.of(runner))
+            checkpoints = Checkpoints.of(runner)
+            self._states = MambaStates(runner.req_to_token_pool, state, self.canary, checkpoints)
             step.add(self._states)
+            if checkpoints is None:
+                tell_unseen_states(self.canary, runner)
         self._compressor: RequestCompressorStates | None = None
         if C128 in self.canary.regions:
             self._compressor = RequestCompressorStates(C128, self.canary)

@@ -219,7 +219,7 @@ def test_no_wrong_answer_with_each_core_of_the_prefix_cache(launch, core):
 
 @pytest.mark.beyond_ci("an event for hits that are not compared, without bytes")
 @pytest.mark.parametrize(
-    ("name", "reason"), [("hicache", "KV comes back from host memory"), ("short_conv", "a state says")]
+    ("name", "reason"), [("hicache", "KV comes back from host memory"), ("deepseek_v4", "withholding was not shown")]
 )
 def test_an_engine_whose_tokens_cannot_be_withheld_is_told_at_the_start(start, name, reason):
     """There protect does what quarantine does, and says so. Hits are compared all the same."""

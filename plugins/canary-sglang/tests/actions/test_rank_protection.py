@@ -31,6 +31,16 @@ def test_no_wrong_answer_from_what_changed_in_one_ranks_cache(tmp_path, loop):
     }  # fmt: skip
 
 
+@pytest.mark.beyond_ci("one rank's prefix cache, and states of a single rank")
+def test_no_wrong_answer_from_one_ranks_states(tmp_path):
+    """A model with recurrent states, in which bits flip, too: rank 1's part of a state says what both give up."""
+    served = serve_flipped(tmp_path / "flipped", 8, "parked", "states", overlap=False, **HITS)
+    assert counted(served) == FINE | {
+        "asked": 8, "flipped": [0, 8], "right": 8, "error": 0, "recomputed": [8, 8], "aborted": BOTH,
+        "quarantined": [8, 8],
+    }  # fmt: skip
+
+
 @pytest.mark.beyond_ci("one rank's prefix cache, and host memory of a single rank")
 def test_no_wrong_answer_from_what_changed_in_one_ranks_host_memory(tmp_path):
     """HiCache: what rank 1 is loaded wrong is a miss on both, which give up the same nodes."""

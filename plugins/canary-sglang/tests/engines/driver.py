@@ -291,6 +291,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         cache_faults.break_cache,
         cached_states.cached_states,
         cached_states.reuse_wrong_state,
+        cached_states.share_broken_state,
         allocator_misuse.ownership,
         allocator_misuse.parked,
         allocator_misuse.misuse,

@@ -28,6 +28,14 @@ HICACHE: dict[str, Any] = {
 }
 """`ServerArgs` of an engine whose pool holds a few prompts; others lie in host memory."""
 
+CHECKPOINTS: dict[str, Any] = {
+    "mamba_radix_cache_strategy": "extra_buffer",
+    "mamba_track_interval": 64,
+    "chunked_prefill_size": 128,
+    "max_mamba_cache_size": 32,
+}
+"""`ServerArgs` under which states as of every 64th token are put aside within prefills and decodes."""
+
 UNFIT = frozenset(
     {
         ("req_to_token", "mamba"),

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tools.parked_flips import BITS
+from tools.parked_flips import BITS, flip_state
 from tools.storms import Served, loop
-from tools.traffic import flush
+from tools.traffic import flush, lost_slots
 
 
 def storm_of_flips(engine: Any, seed: int, count: int, rate: float, at_least: int = 1, **more: Any) -> dict[str, Any]:
@@ -55,6 +55,8 @@ def storm_of_flips(engine: Any, seed: int, count: int, rate: float, at_least: in
     clean = serve(flipping=False)
     flush(engine)
     served = serve(flipping=True)
+    # A flush would give all of them back.
+    lost = lost_slots(scheduler)
     emptied = flush(engine)
     told: Counter[str] = Counter()
     for request, right in zip(served, clean, strict=True):
@@ -66,18 +68,27 @@ def storm_of_flips(engine: Any, seed: int, count: int, rate: float, at_least: in
             told["wrong_logprobs"] += not _same_logprobs(request, right)
     told.update(event.name for event in engine.told.events[events:])
     names = ("right", "wrong", "error", "wrong_logprobs", "recomputed", "aborted", "quarantined", "quarantine_failed")
-    free = int(scheduler.token_to_kv_pool_allocator.available_size())
     return {
         "flips": flips,
         **{name: told[name] for name in (*names, "disabled", "reporting_failed")},
         "emptied": emptied,
-        "lost": int(scheduler.max_total_num_tokens) - free,
+        "lost": lost,
     }
 
 
 def _flip_any(engine: Any, rng: random.Random) -> bool:
-    """Flips a bit of a slot in use, by SGLang's own list of free ones; False where all are free."""
+    """Flips a bit of a slot in use, by SGLang's own list of free ones; False where all are free. Of a model with
+    recurrent states every second time one of a state."""
     allocator, pool = engine.scheduler.token_to_kv_pool_allocator, engine.runner.token_to_kv_pool
+    states = getattr(engine.scheduler.req_to_token_pool, "mamba_allocator", None)
+    if states is not None:
+        pool = pool.full_kv_pool
+        if rng.random() < 0.5:
+            unused = set(states.free_slots.tolist())
+            used = [slot for slot in range(1, int(states.size) + 1) if slot not in unused]
+            for slot in used and [rng.choice(used)]:
+                flip_state(engine.runner.req_to_token_pool.mamba_pool, slot, rng)
+            return bool(used)
     free = {int(s) for part in (allocator.free_pages, allocator.release_pages) for s in part}
     used = [slot for slot in range(1, int(engine.scheduler.max_total_num_tokens) + 1) if slot not in free]
     if not used:

@@ -1,9 +1,12 @@
 """Bits that flip in KV parked in the prefix cache, and what is answered from it.
 
-python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [files] [window] [eagle] [clean] [x8] [t2], in this
-folder: a line of JSON for each mode and `ROUND` requests, the sums of all so far. With ``host``, HiCache, whose copies
-in host memory flip; with ``files``, those in its storage back end; with ``window``, a model with sliding windows; with
-``eagle``, a model that drafts; with ``x8``, eight requests at a time; with ``t2``, answers of two tokens.
+python -m tools.parked_flips COUNT [MODE ...] [overlap] [gpu] [host] [files] [window] [eagle] [states] [checkpoints]
+[late] [clean] [x8] [t2], in this folder: a line of JSON for each mode and `ROUND` requests, the sums of all so far.
+With ``host``, HiCache, whose copies in host memory flip; with ``files``, those in its storage back end; with
+``window``, a model with sliding windows; with ``eagle``, a model that drafts; with ``states``, one with recurrent
+states, in which bits flip, too; with ``checkpoints``, one whose forwards take checkpoints of them; with ``late``, the
+order of things on a GPU (`tools.late_verdicts`); with ``x8``, eight requests at a time; with ``t2``, answers of two
+tokens.
 """
 
 import contextlib
@@ -19,11 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines.setups import HICACHE, SPECULATIVE, TRITON
+from engines.setups import CHECKPOINTS, HICACHE, SETUPS, SPECULATIVE, TRITON
 
 from tools.storms import Served, loop
+from tools.traffic import lost_slots
 
 LENGTH, NEW_TOKENS = 40, 6
+STATE_LENGTH = 66
+"""Of what prompts begin with, for a model with recurrent states."""
 WINDOW = 16
 """Of the model with windows."""
 
@@ -42,6 +48,8 @@ FILES: dict[str, Any] = {
 }
 PRIVATE = {"CANARY_LEDGER_PRIVATE": "HiCacheFile"}
 
+STATES: dict[str, Any] = {**SETUPS["short_conv"].options, "max_mamba_cache_size": 48}
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"dtype": "float32"},
     "overlap": {"dtype": "float32", "disable_overlap_schedule": False},
@@ -56,6 +64,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "attention_backend": "triton",
         "disable_overlap_schedule": False,
     },
+    "states": STATES,
+    "checkpoints": SETUPS["mamba2"].options | CHECKPOINTS,
+    "overlap checkpoints": SETUPS["mamba2"].options | CHECKPOINTS | {"disable_overlap_schedule": False},
     "eagle": SPECULATIVE["eagle"].options,
     "overlap eagle": SPECULATIVE["eagle"].options | {"disable_overlap_schedule": False},
     "gpu": {"device": "cuda", "model": "gpu_llama"},
@@ -73,8 +84,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpu host": {"device": "cuda", "model": "gpu_llama", **HICACHE},
     "gpu overlap host": {"device": "cuda", "model": "gpu_llama", "disable_overlap_schedule": False, **HICACHE},
 }
-"""`ServerArgs` of the engines, without and with the overlap scheduler, with HiCache, with sliding windows, and on a GPU
-with CUDA graphs."""
+"""`ServerArgs` of the engines, without and with the overlap scheduler, with HiCache, with sliding windows, with
+recurrent states, and on a GPU with CUDA graphs."""
+
+ENVIRONMENT: dict[str, str] = {
+    **TRITON,
+    "CANARY_BACKEND": "torch",
+    "TORCHDYNAMO_DISABLE": "1",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+}
+"""Of engines on a CPU whose kernels Triton interprets."""
 
 QUIET = {"CANARY_READ_CHECK": "0", "CANARY_SCRUB_BUDGET": "0", "CANARY_INCIDENT_LIMIT": "1"}
 """Settings under which only hits are compared."""
@@ -103,17 +122,22 @@ def serve_parked(
     request will be loaded something from there; ``files``: in every file of its storage back end, before the request
     comes. Counts the answers: ``right`` as the ones before any flip, ``wrong``, or an ``error``, which must be told to
     the client with status 503 and no content; ``kept``: what an erring request had given out, if not the beginning of
-    the right answer. ``new``: tokens of each. ``more``: fields of SGLang's message."""
+    the right answer. ``new``: tokens of each. ``more``: fields of SGLang's message.
+
+    A model with recurrent states goes on from a state as of the beginning of a prompt, or from none: there prompts have
+    one, which is served before each. The bit flips in that state, or in KV before. ``lost``: slots of KV and of states
+    that neither the allocators nor the prefix cache have in the end."""
     draw = random.Random(f"parked {seed}")
-    prompts = [[draw.randrange(3, 250) for _ in range(LENGTH)] for _ in range(6)]
+    begins, prompts = _prompts(engine, draw)
     _answers(engine, prompts, new)
     engine.scheduler.flush_cache()
     right = _answers(engine, prompts, new)
     _answers(engine, prompts, new)
-    events, served = len(engine.told.events), Counter[str]()
+    events, served, before = len(engine.told.events), Counter[str](), len(engine.requests)
     told = _listen(engine.scheduler)
     for first in range(0, count, together):
         numbers = [draw.randrange(len(prompts)) for _ in range(min(together, count - first))]
+        _answers(engine, [begins[number] for number in numbers if begins], 1)
         if flips and where == "files":
             served["flipped"] += _flip_in_files(draw)
         requests = [engine.submit(prompts[number], new, **more) for number in numbers]
@@ -139,10 +163,24 @@ def serve_parked(
         "asked": count,
         **{name: served[name] for name in ("flipped", "right", "wrong", "error", "kept")},
         **{name: sum(event.name == name for event in since) for name in names},
-        "retracted": sum(request.retraction_count for request in engine.requests[-count:]),
+        "retracted": sum(request.retraction_count for request in engine.requests[before:]),
+        "lost": lost_slots(engine.scheduler),
         **_arrivals(engine),
         "hit_slots": engine.session.canary.stats().get("hit_slots", 0),
     }
+
+
+def _prompts(engine: Any, draw: random.Random) -> tuple[list[list[int]], list[list[int]]]:
+    """What is asked, and the beginning of each that is served before, if there is one."""
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(3, 250) for _ in range(count)]
+
+    if not hasattr(engine.runner.req_to_token_pool, "mamba_pool"):
+        return [], [tokens(LENGTH) for _ in range(6)]
+    # Longer than a chunk, at whose end a checkpoint is taken.
+    begins = [tokens(STATE_LENGTH) for _ in range(3)] * 2
+    return begins, [begin + tokens(5) for begin in begins]
 
 
 def _arrivals(engine: Any) -> dict[str, int]:
@@ -215,10 +253,16 @@ def _note(told: dict[str, Any], send: Any, output: Any, *args: Any, **kwargs: An
 def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:
     """Flips a bit in a slot that a waiting request will hit, by SGLang's own lookup; False where there is none."""
     request.init_next_round_input(engine.scheduler.tree_cache)
+    state = looked_up_state(engine.scheduler, request)
     slots = request.prefix_indices.tolist()
     if not slots:
         return False
     pool, slot = engine.runner.token_to_kv_pool, draw.choice(slots)
+    if state is not None:
+        pool = pool.full_kv_pool
+        if draw.random() < 0.5:
+            flip_state(engine.runner.req_to_token_pool.mamba_pool, state, draw)
+            return True
     if hasattr(pool, "swa_kv_pool"):
         # In a window's pool lies what the window will reach.
         late = draw.choice(slots[-WINDOW // 2 :])
@@ -226,6 +270,26 @@ def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:
         pool, slot = draw.choice(places)
     _flip(draw.choice((pool.k_buffer, pool.v_buffer))[draw.randrange(pool.layer_num)][slot], draw)
     return True
+
+
+def flip_state(pool: Any, slot: int, draw: random.Random) -> None:
+    """Flips a bit of a recurrent state of a `MambaPool`, in a random layer of its convolutions or of what they feed."""
+    kept = pool.mamba_cache
+    part = draw.choice([part for part in (*kept.conv, kept.temporal) if part.numel()])
+    _flip(part[draw.randrange(len(part)), slot], draw)
+
+
+def looked_up_state(scheduler: Any, request: Any) -> int | None:
+    """The slot of the state that a waiting request will go on from, None without one. The request gives back what it
+    was given for that, as one that SGLang looks up and can't admit."""
+    if not hasattr(scheduler.req_to_token_pool, "mamba_pool"):
+        return None
+    kv = request.kv
+    state, kv.mamba_cow_src_index, kv.mamba_needs_clear = kv.mamba_cow_src_index, None, False
+    if kv.mamba_pool_idx is not None:
+        scheduler.req_to_token_pool.mamba_allocator.free(kv.mamba_pool_idx.unsqueeze(-1))
+        kv.mamba_pool_idx = None
+    return None if state is None else int(state)
 
 
 def _flip_in_host(engine: Any, request: Any, draw: random.Random) -> bool:
@@ -252,12 +316,15 @@ def main() -> None:
     from engines.setups import Setup
 
     words = sys.argv[2:]
-    beside = ("gpu", "overlap", "host", "files", "window", "eagle")
+    beside = ("gpu", "overlap", "host", "files", "window", "states", "checkpoints", "eagle")
     numbers = {word[0]: int(word[1:]) for word in words if word[1:].isdecimal()}
     size = {"together": numbers.get("x", 1), "new": numbers.get("t", NEW_TOKENS)}
-    modes = [word for word in words if word.isalpha() and word not in (*beside, "clean")] or ["report", "protect"]
-    interpreted = {"files", "window", "eagle"} & set(words) and "gpu" not in words
-    kernels = {**TRITON, "CANARY_BACKEND": "torch", "TORCHDYNAMO_DISABLE": "1"} if interpreted else {}
+    modes = [word for word in words if word.isalpha() and word not in (*beside, "clean", "late")] or [
+        "report",
+        "protect",
+    ]
+    interpreted = {"files", "window", "eagle", "states", "checkpoints"} & set(words) and "gpu" not in words
+    kernels = ENVIRONMENT if interpreted else {}
     kind = " ".join(word for word in beside if word in words) or "plain"
     setup = Setup(OPTIONS[kind], kernels, patience_s=1800)
     where = next((word for word in ("host", "files") if word in words), "device")
@@ -265,6 +332,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             store = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": folder}
             engine = EngineProcess(setup, Path(folder), CANARY_ON_VIOLATION=mode, **QUIET, **PRIVATE, **store)
+            if "late" in words:
+                engine.know_findings_with_tokens()
             served, began, count = Counter[str](), time.monotonic(), int(sys.argv[1])
             for first in range(0, count, ROUND):
                 part = {"count": min(ROUND, count - first), "seed": first // ROUND, **size}

@@ -6,9 +6,10 @@ that is drawn each time; ``host``, one in each slot of HiCache's host memory bef
 nothing. It gets ``flips``, a line for each flip. Both ranks look up what a request hits, so that their prefix caches
 stay alike.
 
-python -m tools.rank_flips COUNT [MODE ...] [plain] [decoding] [host] [clean] [dp | pp], in the folder of the tests: a
-line of JSON for each mode of ``CANARY_ON_VIOLATION``, with the overlap scheduler unless ``plain``. ``host``: with
-HiCache; ``dp``: data-parallel attention, ``pp``: two stages of a pipeline, in the place of tensor parallelism.
+python -m tools.rank_flips COUNT [MODE ...] [plain] [decoding] [host] [states] [clean] [dp | pp], in the folder of the
+tests: a line of JSON for each mode of ``CANARY_ON_VIOLATION``, with the overlap scheduler unless ``plain``. ``host``:
+with HiCache; ``states``: a model with recurrent states, in which bits flip, too; ``dp``: data-parallel attention,
+``pp``: two stages of a pipeline, in the place of tensor parallelism.
 """
 
 import json
@@ -23,12 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines.setups import HICACHE
+from engines.setups import HICACHE, SETUPS
+
+from tools.parked_flips import ENVIRONMENT, flip_state, looked_up_state
 
 FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
 BROKEN_RANK = 1
 BITS = (23, 28, 29, 30)
 """Of the exponent of a 32-bit float."""
+
+BEYOND = 5
+"""Tokens of a prompt behind the recurrent state that it goes on from."""
 
 EVERY = 7
 """Batches between two flips in running requests."""
@@ -54,7 +60,8 @@ def install() -> None:
         if control() in ("parked", "either") and not (args or kwargs):
             request.init_next_round_input(scheduler.tree_cache)
             broken = BROKEN_RANK if control() == "parked" else COIN.randrange(2)
-            flip(scheduler, request.prefix_indices.tolist(), broken)
+            state = looked_up_state(scheduler, request)
+            flip(scheduler, request.prefix_indices.tolist(), broken, state)
         if control() == "host" and not (args or kwargs):
             request.init_next_round_input(scheduler.tree_cache)
             flip_host(scheduler, request)
@@ -82,14 +89,18 @@ def control() -> str:
     return file.read_text() if file.exists() else ""
 
 
-def flip(scheduler: Any, slots: list[int], broken: int = BROKEN_RANK) -> None:
-    """Flips a bit in one of ``slots`` of the broken rank's pool, if there are any."""
+def flip(scheduler: Any, slots: list[int], broken: int = BROKEN_RANK, state: int | None = None) -> None:
+    """Flips a bit in one of ``slots`` of the broken rank's pool, if there are any, or in a recurrent ``state``."""
     if not slots or torch.distributed.get_rank() != broken:
         return
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    words = DRAW.choice((pool.k_buffer, pool.v_buffer))[DRAW.randrange(pool.layer_num)][DRAW.choice(slots)]
-    words = words.view(torch.int32)
-    words[tuple(DRAW.randrange(size) for size in words.shape)] ^= 1 << DRAW.choice(BITS)
+    if state is not None and DRAW.random() < 0.5:
+        flip_state(scheduler.req_to_token_pool.mamba_pool, state, DRAW)
+    else:
+        pool = getattr(pool, "full_kv_pool", pool)
+        words = DRAW.choice((pool.k_buffer, pool.v_buffer))[DRAW.randrange(pool.layer_num)][DRAW.choice(slots)]
+        words = words.view(torch.int32)
+        words[tuple(DRAW.randrange(size) for size in words.shape)] ^= 1 << DRAW.choice(BITS)
     with FOLDER.joinpath("flips").open("a") as file:
         file.write(f"{broken}\n")
 
@@ -110,6 +121,7 @@ def flip_host(scheduler: Any, request: Any) -> None:
 ENGINES: dict[str, dict[str, Any]] = {
     "tp": {"tp_size": 2, "model": "llama"},
     "host": {"tp_size": 2, "model": "llama", **HICACHE},
+    "states": {"tp_size": 2, **SETUPS["short_conv"].options},
     "dp": {
         "tp_size": 2,
         "dp_size": 2,
@@ -122,7 +134,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 """`ServerArgs` by the kind of ranks."""
 
 PLUGINS = {"host": ["copies = host_copies:install"], "dp": ["data_parallel = data_parallel:install"]}
-INTERPRETED = {"dp": {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "CANARY_BACKEND": "torch"}}
+INTERPRETED = {"dp": ENVIRONMENT, "states": ENVIRONMENT}
 
 
 def serve_flipped(
@@ -139,19 +151,23 @@ def serve_flipped(
     rounds = [[draw.randrange(len(prompts)) for _ in range(together)] for _ in range(count // together)]
     # Each rank of data-parallel attention has a prefix cache of its own.
     clean = [phase("nothing", [prompt] * (2 if kind == "dp" else 1), new) for prompt in prompts] * 2
-    phases = clean + [phase(control, [prompts[n] for n in numbers], new) for numbers in rounds]
+    asked = [phase(control, [prompts[n] for n in numbers], new) for numbers in rounds]
+    # Only what goes on from the end of another prompt goes on from a recurrent state.
+    begun = [phase("nothing", [prompts[n][:-BEYOND] for n in numbers], 1) for numbers in rounds]
+    phases = clean + ([one for pair in zip(begun, asked, strict=True) for one in pair] if kind == "states" else asked)
     options = {"dtype": "float32", "disable_overlap_schedule": not overlap, **ENGINES[kind]}
     plugins = ["flips = tools.rank_flips:install", *PLUGINS.get(kind, ())]
     done = serve(folder, options, phases, plugins, **INTERPRETED.get(kind, {}), **settings)
     right = [answers[0]["tokens"] for answers in done[: len(prompts)]]
     served, kinds = Counter[str](), set[str]()
-    for numbers, answers in zip(rounds, done[len(clean) :], strict=True):
+    told = done[len(clean) :][1::2] if kind == "states" else done[len(clean) :]
+    for numbers, answers in zip(rounds, told, strict=True):
         for number, answer in zip(numbers, answers, strict=True):
             if answer["status"] == 503:
                 served["error"] += 1
-                told = re.search(r"the KV cache of this request is corrupted \((\w+)\); try again", answer["error"])
-                assert told, answer["error"]
-                kinds.add(told[1])
+                why = re.search(r"the KV cache of this request is corrupted \((\w+)\); try again", answer["error"])
+                assert why, answer["error"]
+                kinds.add(why[1])
             else:
                 served["right" if (answer["status"], answer["tokens"]) == (200, right[number]) else "wrong"] += 1
     flips = folder / "flips"

@@ -57,3 +57,17 @@ def decoding(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[Any
 def flush(engine: Any) -> bool:
     """Empties the prefix cache, as a client may ask for at any time."""
     return bool(engine.scheduler.flush_cache())
+
+
+def lost_slots(scheduler: Any) -> int:
+    """Slots of an idle engine that are neither free nor in the prefix cache, by SGLang's own counts."""
+    allocator, cache = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    windows = cache.supports_swa()
+    free = allocator.full_available_size() if windows else allocator.available_size()
+    cached = cache.full_evictable_size() if windows else cache.evictable_size()
+    lost = int(scheduler.max_total_num_tokens - free - cached)
+    states = getattr(scheduler.req_to_token_pool, "mamba_allocator", None)
+    if states is None:
+        return lost
+    parked = cache.mamba_evictable_size() if cache.supports_mamba() else 0
+    return lost + int(states.size - states.available_size() - parked)

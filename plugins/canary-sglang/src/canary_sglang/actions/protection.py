@@ -4,19 +4,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from canary_adapters import Tries
-from canary_core import Canary, CanaryConfig, Region, RegionKind, Verdict, Violation, Writers, hookimpl
-from canary_sglang.actions.quarantine import Quarantine, Slot, about, message
+from canary_core import Canary, CanaryConfig, RegionKind, Verdict, Violation, Writers, hookimpl
+from canary_sglang.actions.quarantine import Quarantine, Slots, States, about, message
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.suspect import Suspect
 from canary_sglang.compat import caches, disaggregated, retraction, schedulers
+from canary_sglang.pools import mamba
 
 LOST = Suspect("", -1, True, -1, "findings_lost", ())
 """Findings were lost: any KV may be wrong."""
@@ -34,6 +33,10 @@ class Protection(Quarantine):
     own retraction, and its KV does not enter the prefix cache. A request without tokens, or whose tokens are from KV
     compared before (`Verdict.stands`), is queued again and keeps the tokens; any other ends with a retryable error.
     Nodes with the slot leave the prefix cache with all below.
+
+    A finding may name the slot of a recurrent state. The slot's request is taken, however often the state was rewritten
+    since, out of itself. So is a request on the node of a wrong checkpoint, for the node to leave: tokens computed from
+    the checkpoint before the change stand.
 
     Acts right before the result of the step is taken. The overlap scheduler has made one batch more by then. On a CPU
     the verdict is there before that, and requests are taken before the next batch is made. On a GPU it comes with the
@@ -61,6 +64,7 @@ class Protection(Quarantine):
         together: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__(config, canaries, together)
+        self._state_interval = config.state_interval
         self._protects: bool | None = None
         self._cases: list[Case] = []
         self._tries = Tries[Any]("protect", WeakKeyDictionary())
@@ -77,7 +81,9 @@ class Protection(Quarantine):
         """Keeps the verdict until the scheduler goes on."""
         suspect = LOST if verdict.finding is None else Suspect.of(verdict.finding, at_once=True)
         if suspect == LOST or (suspect is not None and self._canary(suspect.region) is not None):
-            self._cases.append(Case(suspect, verdict.stands))
+            # The bytes of a state are compared before each read only where each forward's are.
+            unseen = _is_wrong_state(suspect) and self._state_interval > 1
+            self._cases.append(Case(suspect, verdict.stands and not unseen))
 
     @hookimpl
     def canary_violation(self, violation: Violation) -> None:
@@ -175,9 +181,9 @@ class Protection(Quarantine):
         if disaggregated.side(scheduler) != "null" and caches.keeps_host_copies(scheduler):
             return "KV comes back from host memory"
         kinds = {region.kind for canary in self._canaries() for region in canary.regions.values()}
-        if kinds & {RegionKind.STATE, RegionKind.RING}:
-            return "a state says of all tokens before it whether they are right"
-        return retraction.withholding_refusal(scheduler)
+        if RegionKind.RING in kinds:
+            return "withholding was not shown with the rings of DeepSeek-V4's compressors"
+        return retraction.withholding_refusal(scheduler, RegionKind.STATE in kinds)
 
     def _withhold(self, scheduler: Any, batch: Any) -> list[Any]:
         """Acts on the verdicts so far. ``batch``: the one whose result is taken next. Returns the requests taken from
@@ -206,23 +212,25 @@ class Protection(Quarantine):
         return ranks.end_round(self._present) or []
 
     def _present(self) -> list[Case]:
-        """This rank's own verdicts so far, but for slots rewritten since. Never raises: other ranks wait."""
+        """This rank's own verdicts so far, but for slots rewritten since and right by now. Never raises: other ranks
+        wait."""
         cases, self._cases = list(dict.fromkeys(self._cases)), []
         try:
-            return [case for case in cases if case.suspect == LOST or not self._is_gone(case.suspect)]
+            return [case for case in cases if _stays(case.suspect) or not self._is_gone(case.suspect)]
         except Exception as error:
             self._tell("quarantine_failed", {"reason": repr(error)}, "error")
             return cases
 
     def _concerned(self, scheduler: Any, batch: Any, cases: list[Case]) -> list[tuple[Any, list[Case]]]:
         """The running requests with wrong KV, each with the cases."""
-        regions = {region.name: region for region in self._regions(scheduler, cases)}
+        places = self._places(scheduler, [case.suspect for case in cases])
+        spoiled = self._places(scheduler, [case.suspect for case in cases if case.suspect.spoiled])
         found = []
         for request in schedulers.running_requests(scheduler, batch) if cases else ():
-            name, (row, length) = Writers.told(request.rid), schedulers.table_row(scheduler, request)
+            name, (row, _) = Writers.told(request.rid), schedulers.table_row(scheduler, request)
             if row is None:
                 continue
-            held = {n: set(r.slots_of(row[:length]).tolist()) for n, r in regions.items()}
+            held = {region: place.of(request) for region, (place, _) in places.items()}
             own = [
                 case
                 for case in cases
@@ -230,6 +238,7 @@ class Protection(Quarantine):
                 or name in case.suspect.requests
                 or (_is_everyones(case.suspect) and case.suspect.slot in held.get(case.suspect.region, ()))
             ]
+            own = own or [Case(suspects[0], True) for place, suspects in spoiled.values() if place.beside(request)]
             found.append((request, own))
         for one in (batch, *self._flying):
             if retraction.counts_logprobs(one) and any(own and request in one.reqs for request, own in found):
@@ -238,11 +247,15 @@ class Protection(Quarantine):
                 found = [(request, own or (beside if request in one.reqs else own)) for request, own in found]
         return [(request, own) for request, own in found if own]
 
-    def _regions(self, scheduler: Any, cases: list[Case]) -> list[Region]:
-        """The regions of the cases' slots, as far as the engine's tables number slots there."""
-        first = {case.suspect.region: case.suspect for case in cases if case.suspect.slot >= 0}
-        places = (self._place(scheduler, suspect) for suspect in first.values())
-        return [place.region for place in places if isinstance(place, Slot)]
+    def _places(self, scheduler: Any, suspects: Iterable[Suspect]) -> "dict[str, tuple[Slots | States, list[Suspect]]]":
+        """By region the place of the slots of ``suspects``, and the suspects, where requests or the prefix cache have
+        such slots."""
+        by_region: dict[str, list[Suspect]] = {}
+        for suspect in suspects:
+            if suspect.slot >= 0:
+                by_region.setdefault(suspect.region, []).append(suspect)
+        places = {name: (self._place(scheduler, *own), own) for name, own in by_region.items()}
+        return {name: (place, own) for name, (place, own) in places.items() if place is not None}
 
     def _take(self, scheduler: Any, request: Any, own: list[Case], taken: list[Any]) -> None:
         suspect = own[0].suspect
@@ -267,26 +280,17 @@ class Protection(Quarantine):
     def _evict(self, scheduler: Any, cases: list[Case]) -> None:
         """Takes nodes with a wrong slot from the prefix cache, and all nodes below."""
         if any(case.suspect == LOST for case in cases):
-            self._evict_nodes(scheduler, LOST, lambda slots: torch.ones_like(slots, dtype=torch.bool))
+            evicted = caches.evict_nodes(scheduler.tree_cache, lambda slots: torch.ones_like(slots, dtype=torch.bool))
+            self._tell_evicted(LOST, evicted)
             return
-        for region in self._regions(scheduler, cases):
-            suspects = [case.suspect for case in cases if case.suspect.region == region.name and case.suspect.slot >= 0]
-            wrong = torch.tensor([suspect.slot for suspect in suspects], device="cpu")
-            must_go = partial(_any_of, region, wrong)
-            cached = caches.cached_slots(scheduler.tree_cache)
-            if cached is None or not must_go(cached).any():
+        for place, suspects in self._places(scheduler, [case.suspect for case in cases]).values():
+            if not place.cached():
                 continue
-            self._evict_nodes(scheduler, suspects[0], must_go)
-            cached = caches.cached_slots(scheduler.tree_cache)
-            if cached is not None and must_go(cached).any():
+            self._tell_evicted(suspects[0], place.evict())
+            if place.cached():
                 # A request that could not be retracted has it.
                 again = [suspect for suspect in suspects if suspect.spoiled and suspect.written >= 0]
                 self._cases += [Case(replace(suspect, requests=()), False) for suspect in again]
-
-    def _evict_nodes(self, scheduler: Any, suspect: Suspect, must_go: caches.SlotTest) -> None:
-        evicted = caches.evict_nodes(scheduler.tree_cache, must_go)
-        if evicted:
-            self._tell("quarantined", {**about(suspect), "evicted_tokens": evicted}, "warning")
 
     def _queue_again(self, scheduler: Any) -> None:
         for request in list(self._again):
@@ -300,6 +304,10 @@ def _is_everyones(suspect: Suspect) -> bool:
     return suspect.slot >= 0 and (suspect.spoiled or not suspect.requests)
 
 
-def _any_of(region: Region, wrong: Tensor, slots: Tensor) -> Tensor:
-    """Whether each of ``slots``, numbered as in the engine's tables, is one of the ``wrong`` ones of ``region``."""
-    return torch.isin(region.slots_of(slots), wrong.to(slots.device))
+def _is_wrong_state(suspect: Suspect) -> bool:
+    return suspect.spoiled and suspect.plain_region == mamba.REGION
+
+
+def _stays(suspect: Suspect) -> bool:
+    """Whether a rewritten slot is wrong still: a state is rewritten out of itself."""
+    return suspect == LOST or _is_wrong_state(suspect)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from canary_adapters import default_store
@@ -152,28 +153,32 @@ class Quarantine:
         place = self._place(scheduler, suspect)
         in_use = False
         for request in schedulers.running_requests(scheduler):
-            holds = suspect.spoiled and place is not None and place.held(request)
+            holds = suspect.spoiled and place is not None and suspect.slot in place.of(request)
             in_use |= holds
             if holds or (first and Writers.told(request.rid) in suspect.requests):
                 self._abort(scheduler, request, suspect)
         cached = place is not None and place.cached()
         if cached and place is not None and self._evicts:
-            evicted = place.evict()
-            if any(evicted.values()):
-                self._tell("quarantined", {**about(suspect), **evicted}, "warning")
+            self._tell_evicted(suspect, place.evict())
             cached = place.cached()
         if not cached and not in_use:
             del self._open[suspect]
 
-    def _place(self, scheduler: Any, suspect: Suspect) -> "Slot | _State | None":
-        """Where the suspect's slot is found in requests and in the prefix cache; None for a slot that neither has."""
-        canary, name = self._canary(suspect.region), suspect.plain_region
-        if canary is None or suspect.slot < 0:
+    def _tell_evicted(self, suspect: Suspect, tokens: int) -> None:
+        if tokens:
+            self._tell("quarantined", {**about(suspect), "evicted_tokens": tokens}, "warning")
+
+    def _place(self, scheduler: Any, *suspects: Suspect) -> "Slots | States | None":
+        """The place of the slots of ``suspects``, all of one region, in requests and in the prefix cache; None for
+        slots of neither."""
+        first = suspects[0]
+        canary, slots = self._canary(first.region), frozenset(one.slot for one in suspects if one.slot >= 0)
+        if canary is None or not slots:
             return None
-        if name == mamba.REGION:
-            return _State(scheduler, suspect.slot)
-        if name in (*allocators.ALLOCATED_REGIONS, compressor_state.C4):
-            return Slot(scheduler, suspect.slot, canary.regions[suspect.region])
+        if first.plain_region == mamba.REGION:
+            return States(scheduler, slots)
+        if first.plain_region in (*allocators.ALLOCATED_REGIONS, compressor_state.C4):
+            return Slots(scheduler, slots, canary.regions[first.region])
         return None
 
     def _abort(self, scheduler: Any, request: Any, suspect: Suspect) -> None:
@@ -197,51 +202,64 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A slot of a region in the engine's tables, under its own number or through a map."""
+class Slots:
+    """Slots of a region in the engine's tables, under their own numbers or through a map."""
 
     scheduler: Any
-    slot: int
+    slots: frozenset[int]
     region: Region
 
-    def held(self, request: Any) -> bool:
-        """Whether a running request has the slot."""
+    def of(self, request: Any) -> set[int]:
+        """The region's slots that a running request has."""
         row, length = schedulers.table_row(self.scheduler, request)
-        return row is not None and bool(self._is(row[:length]).any())
+        return set() if row is None else set(self.region.slots_of(row[:length]).tolist())
+
+    def beside(self, request: Any) -> bool:
+        """Whether a request computes from none of the slots, and keeps some in the prefix cache."""
+        return False
 
     def cached(self) -> bool:
-        """Whether the prefix cache has the slot."""
+        """Whether the prefix cache has one of the slots."""
         slots = caches.cached_slots(self.scheduler.tree_cache)
-        return slots is not None and bool(self._is(slots).any())
+        return slots is not None and bool(self._are(slots).any())
 
-    def evict(self) -> dict[str, object]:
-        """Evicts nodes with the slot, unless in use. Returns the number of tokens, as an event's field."""
-        return {"evicted_tokens": caches.evict_nodes(self.scheduler.tree_cache, self._is)}
+    def evict(self) -> int:
+        """Evicts nodes with one of the slots and all below, unless in use. Returns how many tokens."""
+        return caches.evict_nodes(self.scheduler.tree_cache, self._are)
 
-    def _is(self, slots: Tensor) -> Tensor:
-        """Whether each of ``slots``, numbered as in the engine's tables, is this one."""
-        return self.region.slots_of(slots) == self.slot
+    def _are(self, slots: Tensor) -> Tensor:
+        """Whether each of ``slots``, numbered as in the engine's tables, is one of these."""
+        return torch.isin(self.region.slots_of(slots), torch.tensor(sorted(self.slots), device=slots.device))
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
-    """The slot of a recurrent state."""
+class States:
+    """Slots of recurrent states."""
 
     scheduler: Any
-    slot: int
+    slots: frozenset[int]
 
-    def held(self, request: Any) -> bool:
-        """As `Slot.held`."""
-        return schedulers.state_slot(self.scheduler, request) == self.slot
+    def of(self, request: Any) -> set[int]:
+        """As `Slots.of`: a request computes from one state."""
+        slot = schedulers.state_slot(self.scheduler, request)
+        return set() if slot is None else {slot}
+
+    def beside(self, request: Any) -> bool:
+        """As `Slots.beside`: the request takes a checkpoint in one of the slots, or went on from a node with one, or
+        below, before the change."""
+        if not self.slots.isdisjoint(schedulers.checkpoint_slots(self.scheduler, request)):
+            return True
+        cache, node = self.scheduler.tree_cache, request.last_node
+        return node is not None and caches.names_nodes(cache) and caches.StatesAbove(cache, self.slots)(node)
 
     def cached(self) -> bool:
-        """As `Slot.cached`."""
-        slots = caches.cached_states(self.scheduler.tree_cache)
-        return slots is not None and bool((slots == self.slot).any())
+        """As `Slots.cached`."""
+        states = caches.cached_states(self.scheduler.tree_cache)
+        return states is not None and not self.slots.isdisjoint(states.tolist())
 
-    def evict(self) -> dict[str, object]:
-        """As `Slot.evict`, for states. Returns the number of states."""
-        return {"evicted_states": caches.evict_states(self.scheduler.tree_cache)}
+    def evict(self) -> int:
+        """As `Slots.evict`."""
+        return caches.evict_states(self.scheduler.tree_cache, self.slots)
 
 
 def message(suspect: Suspect) -> str:

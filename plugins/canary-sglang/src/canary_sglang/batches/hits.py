@@ -9,6 +9,20 @@ from canary_adapters import hits_unchecked
 from canary_core import Canary
 from canary_sglang.compat import runners, schedulers
 
+UNSEEN_STATES = (
+    "recurrent states that decodes leave in the prefix cache are compared only if the decode was looked at; "
+    "CANARY_STATE_INTERVAL=1 looks at all, and --mamba-radix-cache-strategy extra_buffer leaves none"
+)
+"""Of a model whose forwards take no checkpoints of states."""
+
+
+def tell_unseen_states(canary: Canary, runner: Any) -> None:
+    """A ``hits_unchecked`` event, where hits are compared, and the bytes of `UNSEEN_STATES` are unknown."""
+    unseen = canary.config.state_interval > 1 and not runner.server_args.disable_radix_cache
+    untold = hits_unchecked(canary.config, UNSEEN_STATES) if unseen else None
+    if untold is not None:
+        canary.tell(untold)
+
 
 class PrefixHits:
     """Compares the bytes of all slots that requests of a batch share from the prefix cache, once for each request, as

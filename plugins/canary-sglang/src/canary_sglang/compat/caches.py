@@ -1,7 +1,8 @@
 """Prefix caches: slots, and eviction. `prefix_cache/tree.py` has the nodes, `cache_locks.py` the locks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,14 +171,63 @@ def cached_states(cache: Any) -> torch.Tensor | None:
     return slots
 
 
-def evict_states(cache: Any) -> int:
-    """Evicts all recurrent states not in use, since a cache with states offers no choice; returns their number. The KV
-    of the same tokens stays, but can't be reused without its states."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+def evict_states(cache: Any, states: Collection[int]) -> int:
+    """Evicts each node with one of the recurrent ``states``, and all nodes below, unless in use; returns the number of
+    tokens. From a cache without a choice, evicts every node not in use."""
+    tokens = int(cache.evictable_size())
+    if not names_nodes(cache):
+        return _evict(cache, tokens)
+    with _only_chosen_leaves(cache, StatesAbove(cache, states)):
+        return _evict(cache, tokens)
 
-    states = int(cache.mamba_evictable_size())
-    cache.evict(EvictParams(num_tokens=0, mamba_num=states))
-    return states - int(cache.mamba_evictable_size())
+
+def names_nodes(cache: Any) -> bool:
+    """Whether each node's recurrent state and parent can be told, and leaves to evict chosen."""
+    core = getattr(cache, "tree_core", None)
+    needed = ("get_component_device_value", "is_root", "validate_buffer_backup")
+    return _names_leaves(cache) and all(hasattr(core, name) for name in needed)
+
+
+class StatesAbove:
+    """Of a cache that `names_nodes`: whether one of ``states`` belongs to a node, given by its number, or to one above.
+    For a tree that doesn't change."""
+
+    def __init__(self, cache: Any, states: Collection[int]) -> None:
+        self._core = cache.tree_core
+        self._kind = next(kind for kind in cache.tree_components if kind.name == "MAMBA")
+        self._states = states
+        self._known: dict[int, bool] = {}
+
+    def __call__(self, node: int) -> bool:
+        """See the class. Reads the device."""
+        path = []
+        while node not in self._known and not self._core.is_root(node):
+            path.append(node)
+            above = _parent(self._core, node)
+            if above is None:
+                # Nobody knows what is above.
+                self._known[node] = True
+                break
+            node = above
+        found = self._known.get(node, False)
+        for below in reversed(path):
+            found = found or self._has(below)
+            self._known[below] = found
+        return found
+
+    def _has(self, node: int) -> bool:
+        state = self._core.get_component_device_value(node, self._kind)
+        return state is not None and not set(state.tolist()).isdisjoint(self._states)
+
+
+def _parent(core: Any, node: int) -> int | None:
+    """The number of a node's parent; None where the core does not tell."""
+    if hasattr(core, "_binding"):
+        (length,) = core._binding.get_node_key_lengths([node])
+    else:
+        length = len(core.node_by_id(node).key)
+    found = core.validate_buffer_backup(node, length)
+    return None if found is None else int(found.parent_node_id)
 
 
 ALL_TOKENS = 1 << 40
@@ -206,7 +256,7 @@ def _evict_from_device(cache: Any, must_go: SlotTest) -> int:
     full = cache.full_evictable_size() if cache.supports_swa() else cache.evictable_size()
     window = cache.swa_evictable_size() if cache.supports_swa() else 0
     if _names_leaves(cache):
-        with _only_chosen_leaves(cache, must_go):
+        with _only_chosen_leaves(cache, partial(_has_slot_above, cache, must_go)):
             return _evict(cache, full)
     return _evict(cache, full, window)
 
@@ -232,10 +282,16 @@ def _names_leaves(cache: Any) -> bool:
     )
 
 
+def _has_slot_above(cache: Any, must_go: SlotTest, node: Any) -> bool:
+    """Whether a slot that ``must_go`` is on the path from the root to ``node``."""
+    slots = cache.tree_core.collect_full_device_indices(node, cache.root_node_handle())
+    return bool(must_go(slots).any())
+
+
 @contextmanager
-def _only_chosen_leaves(cache: Any, must_go: SlotTest) -> Iterator[None]:
-    """Context: the core of a `UnifiedRadixCache` names only leaves to evict with a slot that ``must_go`` on their path
-    from the root, and nodes that become such leaves."""
+def _only_chosen_leaves(cache: Any, chosen: Callable[[Any], bool]) -> Iterator[None]:
+    """Context: the core of a `UnifiedRadixCache` names only ``chosen`` leaves to evict, and nodes that become such
+    leaves."""
     core = cache.tree_core
     advance = core.evict_device_next_node
 
@@ -245,7 +301,7 @@ def _only_chosen_leaves(cache: Any, must_go: SlotTest) -> Iterator[None]:
             # The cache itself must handle what the core has freed in this step.
             if step.node_id is None or step.device_frees or step.host_frees:
                 return step
-            if bool(must_go(core.collect_full_device_indices(step.node_id, cache.root_node_handle())).any()):
+            if chosen(step.node_id):
                 return step
 
     core.evict_device_next_node = next_chosen

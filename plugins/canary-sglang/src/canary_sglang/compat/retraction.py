@@ -114,8 +114,9 @@ def counts_logprobs(batch: Any) -> bool:
     return batch is not None and bool(batch.return_logprob) and batch.forward_mode.is_extend()
 
 
-def withholding_refusal(scheduler: Any) -> str | None:
-    """Why a request can't be retracted before its token is given out, None if it can."""
+def withholding_refusal(scheduler: Any, states: bool) -> str | None:
+    """Why a request can't be retracted before its token is given out, None if it can. ``states``: whether the model has
+    recurrent states."""
     args = scheduler.server_args
     for name, reason in (("enable_hisparse", "HiSparse"), ("dllm_algorithm", "a diffusion model")):
         if getattr(args, name, None):
@@ -123,18 +124,42 @@ def withholding_refusal(scheduler: Any) -> str | None:
     if not scheduler.is_generation:
         return "an embedding model gives out no tokens"
     known = is_dataclass(getattr(scheduler, "batch_result_processor", None))
-    return _speculation_refusal(scheduler) if known else "this SGLang takes results in another way"
+    if not known:
+        return "this SGLang takes results in another way"
+    return _speculation_refusal(scheduler) or (_states_refusal(scheduler) if states else None)
+
+
+def _speculates(scheduler: Any) -> str:
+    """The algorithm of speculative decoding, empty for none."""
+    name = str(getattr(getattr(scheduler, "spec_algorithm", None), "name", "NONE"))
+    return "" if name == "NONE" else name
 
 
 def _speculation_refusal(scheduler: Any) -> str | None:
     """As `withholding_refusal`, of several tokens a step."""
-    algorithm = getattr(getattr(scheduler, "spec_algorithm", None), "name", "NONE")
-    if algorithm == "NONE":
+    algorithm = _speculates(scheduler)
+    if not algorithm:
         return None
     # Older workers put the tokens in the request within the forward.
     if algorithm not in schedulers.SPECULATION or find_spec("sglang.srt.speculative.eagle_worker") is not None:
         return f"speculative decoding by {algorithm} takes its tokens in another way"
-    ranks = schedulers.is_staged(scheduler) or getattr(scheduler.server_args, "enable_dp_attention", False)
-    if ranks or caches.keeps_host_copies(scheduler) or disaggregated.side(scheduler) != "null":
+    if _spreads(scheduler) or caches.keeps_host_copies(scheduler):
         return "speculative decoding beside HiCache, PD disaggregation, a pipeline or data-parallel attention"
     return None
+
+
+def _states_refusal(scheduler: Any) -> str | None:
+    """As `withholding_refusal`, of a model with recurrent states."""
+    if _speculates(scheduler) or _spreads(scheduler) or caches.keeps_host_copies(scheduler):
+        return "recurrent states beside speculation, HiCache, PD disaggregation, a pipeline or data-parallel attention"
+    cache = scheduler.tree_cache
+    if cache.supports_mamba() and not caches.names_nodes(cache):
+        return f"a {type(cache).__name__} with recurrent states offers no choice of nodes"
+    return None
+
+
+def _spreads(scheduler: Any) -> bool:
+    """Whether engines or schedulers other than tensor-parallel ones share the work on a request."""
+    if schedulers.is_staged(scheduler) or getattr(scheduler.server_args, "enable_dp_attention", False):
+        return True
+    return disaggregated.side(scheduler) != "null"

@@ -114,6 +114,14 @@ def computed_length(request: Any) -> int | None:
     return None if length is None else int(length)
 
 
+def checkpoint_slots(scheduler: Any, request: Any) -> list[int]:
+    """Slots of the checkpoints that a request's forwards take of its recurrent state, for the prefix cache; none where
+    they take none. Reads the device."""
+    taken = getattr(scheduler.req_to_token_pool, "req_index_to_mamba_ping_pong_track_buffer_mapping", None)
+    index = row_number(request)
+    return [] if taken is None or index is None else [int(slot) for slot in taken[index].tolist()]
+
+
 def allocated_tokens(request: Any) -> int:
     """Number of a request's tokens with slots."""
     kv = getattr(request, "kv", None)
