@@ -46,7 +46,7 @@ def engine(launch):
     ("model", "count", "longest"),
     [
         ("mamba2", 6, 90),
-        pytest.param("short_conv", 20, 150, marks=BESIDE),
+        pytest.param("short_conv", 12, 150, marks=BESIDE),
         pytest.param("gated_delta", 6, 90, marks=BESIDE),
         # On a CPU the kernels of 0.5.21 give no finite numbers in a second chunk.
         pytest.param("kimi_delta", 6, 60, marks=BESIDE),
@@ -121,9 +121,10 @@ def test_wrong_states_are_told_and_the_request_beside_is_well(engine, fault, pos
     KV of the layer behind begins to differ; no token has read yet what was exchanged since the last forward."""
     done = engine.recompute_broken(fault=fault, tokens=50)
     assert done["verdicts"] == ["differs", "same"], done["answers"]
-    assert told(done) == [(0, None, "ill", "state")]
-    (detail,) = [v["detail"] for v in done["violations"] if v["kind"] == "recompute"]
-    behind = re.search(r"behind it [kv]\.1 differs from position (\d+) on", detail)
+    # A second finding of the same state and request is the first one once more.
+    found = done["answers"][0]["finding"]
+    assert found.startswith("a recurrent state of ill is not what the model computes from its tokens, in layer 0")
+    behind = re.search(r"behind it [kv]\.1 differs from position (\d+) on", found)
     assert (int(behind[1]) if behind else None) == position
 
 
