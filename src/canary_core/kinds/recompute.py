@@ -114,7 +114,7 @@ KIND = FindingKind(
         | `brought` | the difference begins within what a hit, a fork, an arrival or a preemption brought |
         | `attention` | layer 0 is right, and others differ, from some position on |
         | `everywhere` | all of it differs |
-        | `state` | a recurrent state of `layer` differs, and no KV up to there; it has no `position` |
+        | `state` | a recurrent state of `layer` differs, no KV up to there; `detail` has the position of KV behind |
         """,
         causes="""
         Weights or an adapter changed and the cache was kept. A position or an embedding was wrong. Attention was given

@@ -144,7 +144,7 @@ def begin(engine: Any, prompts: dict[str, list[int]], decoded: int) -> None:
     """Requests by name, all of which have given out so many tokens, and go on."""
     for name, tokens in prompts.items():
         engine.submit(tokens, NEVER, name)
-    begun = [one for one in engine.requests if one.rid in prompts]
+    begun = engine.requests[-len(prompts) :]
     while any(len(one.output_ids) < decoded for one in begun):
         engine.step()
 

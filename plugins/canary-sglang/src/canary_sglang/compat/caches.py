@@ -89,7 +89,7 @@ def free_tokens(cache: Any, allocator: Any) -> int:
 def states_fit(cache: Any, evicts: bool) -> bool:
     """Whether a new request finds as many free recurrent states as SGLang provides for, of a model that has some;
     ``evicts``: or gets them from the prefix cache."""
-    allocator = getattr(cache.req_to_token_pool, "mamba_allocator", None)
+    allocator = getattr(getattr(cache, "req_to_token_pool", None), "mamba_allocator", None)
     if allocator is None:
         return True
     from sglang.srt.mem_cache import common
