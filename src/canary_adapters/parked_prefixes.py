@@ -36,13 +36,15 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ParkedPrefix(ABC):
-    """A prefix left in the cache by a request. content: token ids of whole blocks. why: the reason against a second
-    computation, None for none. number: an own one. proven: a larger number after each proof, 0 before the first. alias:
-    the client's name for the request, where the engine has another."""
+    """A prefix left in the cache by a request. content: token ids of whole blocks. prompt: how many tokens the request
+    began with; all others were decoded. why: the reason against a second computation, None for none. number: an own
+    one. proven: a larger number after each proof, 0 before the first. alias: the client's name for the request, where
+    the engine has another."""
 
     name: str
     alias: str | None = None
     content: Sequence[int] = field(default=(), repr=False)
+    prompt: int = 0
     touches: tuple[Touch, ...] = ()
     why: str | None = None
     number: int = field(default_factory=lambda: next(_NUMBERS))

@@ -77,8 +77,9 @@ class ParkedProofs:
         if not isinstance(self._engine.parked, str):
             self._engine.parked.proven(parked)
         tokens = min(one.target.tokens, parked.left())
+        decoded = max(0, tokens - parked.prompt)
         return RecomputePair(
-            one.target.name, one.name, tokens, 0, parked.blocks(), self._engine.blocks(one.name), parked.touches,
+            one.target.name, one.name, tokens, decoded, parked.blocks(), self._engine.blocks(one.name), parked.touches,
             asked=one.asked, parked=len(parked.content), content=parked.content[:tokens],
         )  # fmt: skip
 

@@ -188,8 +188,7 @@ class RecomputePairs:
             one = self._begun.popleft()
             # A request that only ran through a prefill took the way of the internal one.
             teaches = one.pair.decoded >= LEAST_TOKENS
-            decoded = one.pair.decoded if one.pair.parked is None else None
-            answer = self.judge.finish(one.cached, one.comparing.result(), teaches, decoded)
+            answer = self.judge.finish(one.cached, one.comparing.result(), teaches, one.pair.decoded)
             self._answer(self.attention.turns.judge(one.cached, answer, one.look))
 
     def close(self) -> None:

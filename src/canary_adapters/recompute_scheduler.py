@@ -274,8 +274,9 @@ class SchedulerRequests(InternalRequests):
         alias = name[:-9] if re.fullmatch("-[0-9a-f]{8}", name[-9:]) else None
         why = self._why_not(request)
         prefix = BlockPrefix(
-            name=name, alias=alias, why=why, touches=self._touched.of(name), lora_request=request.lora_request
-        )
+            name=name, alias=alias, why=why, touches=self._touched.of(name), lora_request=request.lora_request,
+            prompt=request.num_prompt_tokens,
+        )  # fmt: skip
         if why is None:
             held = zip(self._block_sizes, self._manager.get_blocks(name).blocks, strict=True)
             prefix.take(request.all_token_ids[: _running(request).tokens], held)

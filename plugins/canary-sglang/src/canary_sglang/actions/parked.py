@@ -98,7 +98,7 @@ class RadixPrefixes:
         self.known.add(
             RadixPrefix(
                 name=request.rid, content=content, touches=touches(request), why=why, cache=self.cache,
-                slots=self._slots, key=key, extra_key=request.extra_key, cache_salt=request.cache_salt,
-                lora_id=request.lora_id,
+                prompt=len(request.origin_input_ids), slots=self._slots, key=key, extra_key=request.extra_key,
+                cache_salt=request.cache_salt, lora_id=request.lora_id,
             )
         )  # fmt: skip
