@@ -22,12 +22,8 @@ from canary_core.records import ALL_TILES, Counter, Cursor, Kind
 def walk(patch: pytest.MonkeyPatch, tile: int, programs: int) -> None:
     """From now on a tile has ``tile`` places, and ``programs`` programs share the tiles."""
     patch.setattr(launch, "INTERPRETED_PROGRAMS", programs)
-    usual, long = read_check.READ_CHECK_TILES
-    patch.setattr(
-        read_check,
-        "READ_CHECK_TILES",
-        type(read_check.READ_CHECK_TILES)(usual._replace(slots=tile), long._replace(slots=tile)),
-    )
+    tiles = read_check.READ_CHECK_TILES
+    patch.setattr(read_check, "READ_CHECK_TILES", type(tiles)(*(one._replace(slots=tile) for one in tiles)))
     patch.setattr(check_reference, "READ_TILE", tile)
     patch.setattr(read_check_reference, "READ_TILE", tile)
 

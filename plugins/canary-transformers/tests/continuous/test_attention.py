@@ -103,6 +103,7 @@ def test_attention_that_is_wrong_on_every_path_is_found(fault, setup, layers, en
     assert [(v.rule, v.layer, v.request) for v in found] == [(fault.__name__, min(layers), "asked")]
     differing = [answer for answer in after if answer.attention.differs]
     assert {(answer.verdict, answer.attention.deviation) for answer in differing} == {("differs", fault.__name__)}
+    verified.guard._sessions[0].drain()
     named = [
         event.fields for event in verified.findings.told("diagnosis") if event.fields["diagnosis"] == "wrong_attention"
     ]
