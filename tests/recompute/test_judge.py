@@ -181,6 +181,19 @@ def test_where_no_path_differs_states_are_judged_at_once():
     pool.canary.close()
 
 
+def test_layers_under_whose_noise_anything_hides_are_said_to_be_left_out(pool):
+    """Where tokens of clean requests are off by a third, a bound is no verdict; the exact layer is judged."""
+    for n in range(8):
+        pool.judge.judge(*pool.request(f"fresh {n}", noise=0.3))
+    answer = pool.judge.judge(*pool.request("clean", noise=0.3))
+    assert (answer.verdict, answer.uncompared) == ("same", ["kv k.1", "kv k.2", "kv k.3"])
+    assert [event.fields["sources"] for event in pool.findings.told("recompute_left_out")] == [answer.uncompared]
+    assert pool.canary.stats()["recompute_left_out"] == 1
+    cached, computed = pool.request("broken", noise=0.3)
+    pool.tensors[0][pool.own] *= 1.001
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+
+
 def test_layer_zero_stays_exact(pool):
     """Where pairs were equal in every bit, one rounding is all that counts as noise."""
     pool.taught()

@@ -14,7 +14,7 @@ from canary_core.records import Kind, Phase
 from canary_core.region import KVSource, Role
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.comparison import Compared, Comparing, Comparison
-from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Bound, Errors, Noise, first_layer
+from canary_core.watchers.recompute.noise import UNLIKE, WINDOW_TOKENS, Bound, Errors, Noise, first_layer
 from canary_core.watchers.recompute.own_noise import OwnNoise
 from canary_core.watchers.recompute.state_rows import holds_states
 from canary_core.watchers.recompute.verification import LayerError, Reason, Verification, Verifier
@@ -182,16 +182,19 @@ class RecomputeJudge:
             return self.unjudged(cached.request, why, "no_numbers", tokens, (), comparison.missing)
         self._canary.count("recomputed_requests")
         self._canary.count("recomputed_tokens", tokens)
-        self._leaves_out(comparison.missing)
         bounds = self._bounds(comparison)
         farther = known is not None and known < tokens and not comparison.exact
         errors = comparison.errors
         if farther:
             errors = [one.before(known or 0) for one in errors if not one.of_states]
         layers = self._layers(errors, bounds)
+        # Under the noise of some sources nearly anything hides.
+        hidden = [f"{one.region} {one.source}" for one in layers if (one.bound or 0.0) >= UNLIKE]
+        missing = [*comparison.missing, *hidden]
+        self._leaves_out(missing)
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
-            return self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, comparison.missing)
+            return self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, missing)
         wrong = [one for one in layers if one.differs]
         if wrong and own is not None:
             bounds = own().widened(bounds)
@@ -199,15 +202,15 @@ class RecomputeJudge:
             wrong = [one for one in layers if one.differs]
             self._canary.count("recompute_own_noise")
         if farther and not wrong:
-            return self.unjudged(cached.request, FARTHER, "noise_unknown", tokens, layers, comparison.missing)
+            return self.unjudged(cached.request, FARTHER, "noise_unknown", tokens, layers, missing)
         self._canary.count("recompute_differs" if wrong else "recompute_same")
         if not wrong:
-            return Verification(cached.request, tokens, "same", None, None, layers, comparison.missing)
+            return Verification(cached.request, tokens, "same", None, None, layers, missing)
         of = {(one.region, source.name): one for one in errors for source in one.sources}
         far = [_Far(one, of[one.region, one.source], bounds[one.region, one.source]) for one in wrong]
         finding = self._finding(cached, min(far, key=_Far.order), far)
         self._canary.report([finding])
-        return Verification(cached.request, tokens, "differs", None, finding.explanation, layers, comparison.missing)
+        return Verification(cached.request, tokens, "differs", None, finding.explanation, layers, missing)
 
     def unjudged(self, request: str, why: str, reason: Reason = "refused", tokens: int = 0, *rest: Any) -> Verification:
         """The answer where there is no verdict. Counts it, and tells each sentence ``why`` once. ``rest``: the last

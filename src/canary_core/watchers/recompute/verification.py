@@ -37,8 +37,8 @@ class LayerError:
 class Verification:
     """``tokens`` of a request in the cache against the same tokens computed again. reason: of a verdict ``unjudged`` or
     ``gone``. finding: of a verdict ``differs``, in a sentence. uncompared: region and source of what has no numbers to
-    compare. attention: of the layer whose turn it was, against plain torch. parked: whether the request has ended, and
-    only a prefix is in the cache; ``gone`` if too little is left."""
+    compare, or so much noise that nearly anything hides. attention: of the layer whose turn it was, against plain
+    torch. parked: whether the request has ended, and only a prefix is in the cache; ``gone`` if too little is left."""
 
     request: str
     tokens: int
