@@ -25,7 +25,7 @@ from canary_core.ops.kernels.launch import (
 )
 from canary_core.ops.kernels.record import record, record_written
 from canary_core.ops.kernels.samples import sample_arguments
-from canary_core.ops.kernels.tiles import SUMMED_TILE, WRITE_TILE, constants, is_long
+from canary_core.ops.kernels.tiles import WRITE_TILE, WRITE_TILES, constants, is_long
 from canary_core.ops.state import RegionState
 
 FEW_ROWS, FEW_TOKENS = 256, 1024
@@ -49,7 +49,7 @@ def fingerprint_record(state: RegionState, batch: BatchView, table: SlotTable) -
             record(state, batch, table)
             return
         first = groups[0]
-        read = constants(first, SUMMED_TILE if first.parts else WRITE_TILE)
+        read = constants(first, WRITE_TILES.of(state, first))
         every = {"TABLE": launches.constants, "TILE": TILE, "BYTES": read}
         fixed = (
             region_arguments(state), sample_arguments(state), history_arguments(state), source_arguments(state, first),

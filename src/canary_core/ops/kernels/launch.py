@@ -243,9 +243,9 @@ def compile_beside(launches: Callable[[], None], running: Sequence[CompileProces
     try:
         jobs = copy_context().run(_jobs_of, launches)
         left = [job for key, job in jobs.items() if not any(key in process.keys for process in running)]
-        stamp, work = Stamp(left), pack(left)
-        if not left or stamp.there:
+        if not left or (stamp := Stamp(left)).there:
             return None
+        work = pack(left)
     except Exception:  # It comes again with the launch, where it is told.
         return None
     folder = None if stamp.folder is None else str(stamp.folder.parent)
