@@ -43,6 +43,14 @@ class Serving:
         for request, token in zip(self.requests, tokens, strict=True):
             request.tokens.append(token)
 
+    def verify(self) -> None:
+        """Samples a token for each request, and computes it with two drafts behind it."""
+        self.sample(20, 30)
+        self.append(20, 30)
+        for request in self.requests:
+            request.tokens += [21, 22]
+        self.forward()
+
     def found(self) -> list[tuple[object, ...]]:
         """Kind, request, position, the sampler's token, and the one that was there."""
         self.canary.drain()
@@ -105,11 +113,7 @@ def test_a_kept_rejected_draft_is_found():
     """A verification accepts one of two drafts, but the length grows by both: the next forward reads the rejected one
     where the sampler's own token belongs, and computes that one behind it."""
     serving = Serving()
-    serving.sample(20, 30)
-    serving.append(20, 30)
-    for request in serving.requests:
-        request.tokens += [21, 22]
-    serving.forward()
+    serving.verify()
     serving.canary.sampled.give(torch.tensor([[21, 40, -1], [21, 22, 41]]))
     serving.append(40, 41)
     serving.forward()
@@ -182,11 +186,7 @@ def test_what_was_sampled_under_way_when_a_request_was_retracted_is_void(chunk):
     """A verification under way gives two tokens more than the retracted request keeps. It is computed again, in chunks
     perhaps, and then drafts are verified at the positions of these tokens: they are no samples."""
     serving = Serving()
-    serving.sample(20, 30)
-    serving.append(20, 30)
-    for request in serving.requests:
-        request.tokens += [21, 22]
-    serving.forward()
+    serving.verify()
     retracted, other = serving.requests
     retracted.tokens = retracted.tokens[:3]
     retracted.cached, retracted.slots = 0, []

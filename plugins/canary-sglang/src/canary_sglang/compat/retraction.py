@@ -129,16 +129,10 @@ def withholding_refusal(scheduler: Any, states: bool) -> str | None:
     return _speculation_refusal(scheduler) or (_states_refusal(scheduler) if states else None)
 
 
-def _speculates(scheduler: Any) -> str:
-    """The algorithm of speculative decoding, empty for none."""
-    name = str(getattr(getattr(scheduler, "spec_algorithm", None), "name", "NONE"))
-    return "" if name == "NONE" else name
-
-
 def _speculation_refusal(scheduler: Any) -> str | None:
     """As `withholding_refusal`, of several tokens a step."""
-    algorithm = _speculates(scheduler)
-    if not algorithm:
+    algorithm = schedulers.speculation(scheduler)
+    if algorithm == "NONE":
         return None
     # Older workers put the tokens in the request within the forward.
     if algorithm not in schedulers.SPECULATION or find_spec("sglang.srt.speculative.eagle_worker") is not None:
@@ -150,7 +144,8 @@ def _speculation_refusal(scheduler: Any) -> str | None:
 
 def _states_refusal(scheduler: Any) -> str | None:
     """As `withholding_refusal`, of a model with recurrent states."""
-    if _speculates(scheduler) or _spreads(scheduler) or caches.keeps_host_copies(scheduler):
+    speculates = schedulers.speculation(scheduler) != "NONE"
+    if speculates or _spreads(scheduler) or caches.keeps_host_copies(scheduler):
         return "recurrent states beside speculation, HiCache, PD disaggregation, a pipeline or data-parallel attention"
     cache = scheduler.tree_cache
     if cache.supports_mamba() and not caches.names_nodes(cache):

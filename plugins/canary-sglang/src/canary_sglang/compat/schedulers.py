@@ -259,13 +259,18 @@ def corrupted(message: str) -> Any:
     return FINISH_ABORT(message, http.HTTPStatus.SERVICE_UNAVAILABLE, "KVCacheCorrupted")
 
 
+def speculation(scheduler: Any) -> str:
+    """The name of the algorithm of speculative decoding, ``NONE`` for none."""
+    return str(getattr(getattr(scheduler, "spec_algorithm", None), "name", "NONE"))
+
+
 def recompute_refusal(scheduler: Any) -> str | None:
     """Why no request of the engine can be computed again by an internal one, None where it can."""
     args = scheduler.server_args
     parts = ("pp_size", "dp_size", "attn_cp_size", "dcp_size")
     if any((getattr(args, name, None) or 1) > 1 for name in parts) or disaggregated.side(scheduler) != "null":
         return "over ranks that are not tensor-parallel ones, or with PD disaggregation, nothing is computed again"
-    algorithm = getattr(getattr(scheduler, "spec_algorithm", None), "name", "NONE")
+    algorithm = speculation(scheduler)
     if algorithm not in SPECULATION:
         return f"with speculation by {algorithm} nothing is computed again: which KV it leaves is not known"
     if getattr(scheduler.token_to_kv_pool_allocator, "swa_req_ring", False):
