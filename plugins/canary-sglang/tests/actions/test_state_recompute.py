@@ -48,6 +48,7 @@ def engine(launch):
         ("mamba2", 6, 90),
         pytest.param("short_conv", 12, 150, marks=BESIDE),
         pytest.param("gated_delta", 6, 90, marks=BESIDE),
+        pytest.param("kimi_delta", 12, 90, marks=BESIDE),
     ],
 )
 def test_clean_traffic_is_well_and_answers_stay_the_same(launch, model, count, longest):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 LFM2 = dict(
@@ -90,9 +91,28 @@ def _linear_attention() -> None:
         return tuned(self, *args, **kwargs)
 
     Autotuner.run = run_first
+    _bfloat16_products()
     from sglang.kernels.ops.attention.fla import layernorm_gated
 
     layernorm_gated._get_sm_count = lambda device: 1
+
+
+def _bfloat16_products() -> None:
+    """Triton's interpreter keeps bfloat16 as integers of 16 bits and multiplies matrices of them as such; KDA's do."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def as_float32(tensor: Any) -> Any:
+        if tensor.dtype.scalar != tl.bfloat16:
+            return tensor
+        return TensorHandle((tensor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, as_float32(a), as_float32(b), *rest)
+
+    InterpreterBuilder.create_dot = dot
 
 
 def _checkpoints_on_cpu() -> None:
