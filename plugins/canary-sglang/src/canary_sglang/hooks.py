@@ -83,7 +83,7 @@ class Hooks:
             REGISTRAR.register(dict.fromkeys(targets.existing(targets.PD_TURNS), (self._turn, "BEFORE")))
             REGISTRAR.register(dict.fromkeys(targets.existing([targets.PD_BEGIN]), (self._begun, "AROUND")))
         self._config = config
-        missing = [name for name in targets.EXPECTED if name not in hooked]
+        missing = targets.missing()
         if missing:
             _tell_left_out(missing, "warning", "this release does not have them")
         self._applied = Watchdog(config.silence_s, self._no_pool)

@@ -4,6 +4,7 @@ whose slots are used again never are, and the cache stays what it was."""
 import json
 
 import pytest
+from engines.setups import since
 from tools.recomputes import ASKED, OPTIONS, QUIET, prompt
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
@@ -140,6 +141,10 @@ def test_what_can_t_be_computed_again_is_left_out_and_says_why(asked):
     """Each reason once, each request counted, and the reason is the answer."""
     before = asked.findings()["stats"].get("parked_left_out", 0)
     done = asked.parked_left_out()
+    if since("0.5.22"):
+        # Embeddings do not enter the prefix cache there.
+        assert (done["told"], done["answers"][1]["verdict"]) == ([], "unjudged")
+        return
     ((request, reason),) = [(one["request"], one["reason"]) for one in done["told"]]
     assert (request, reason[:19]) == ("embedded", "embeddings or media")
     assert done["stats"]["parked_left_out"] - before == 1

@@ -1,15 +1,10 @@
 """Real SGLang: requests that are alike but for LoRA adapter, cache salt or extra key share nothing; where they do, that
 is found, and told as what it is."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 import pytest
-from packaging.version import Version
+from engines.setups import since
 
-try:
-    SALTED = Version(version("sglang")) >= Version("0.5.21")
-except PackageNotFoundError:
-    SALTED = False
+SALTED = since("0.5.21")
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("mha")]
 
@@ -127,9 +122,8 @@ def test_a_prefix_hit_across_images_is_told(launch):
     assert found[0]["stored_identity"].startswith("image #")
     assert found[0]["identity"].split("#")[1] != found[0]["stored_identity"].split("#")[1]
     assert [v["position"] for v in found] == list(range(11, 19))
-    assert [(v["stored_token"], v["token"]) for v in found] == list(
-        zip(told["tokens"][0][11:19], told["tokens"][1][11:19], strict=True)
-    )
+    numbers = [[token if token < 1 << 31 else token % (1 << 30) + (1 << 30) for token in of] for of in told["tokens"]]
+    assert [(v["stored_token"], v["token"]) for v in found] == list(zip(*(of[11:19] for of in numbers), strict=True))
 
 
 @CONTENTS
@@ -142,6 +136,10 @@ def test_overriding_embeddings_are_told_apart(launch):
     engine.serve_overrides(**asked, seeds=[1, 1])
     assert engine.findings()["violations"] == []
     told = engine.serve_overrides(**asked, seeds=[None])
+    if since("0.5.22"):
+        # Mended there: the KV of such requests does not enter the cache.
+        assert (told["cached"], engine.findings()["violations"]) == ([0], [])
+        return
     assert told["cached"] == [2 * len(PROMPT) - 1]
     found = engine.findings()["violations"]
     assert {v["kind"] for v in found} == {"prefix"}
@@ -159,6 +157,9 @@ def test_other_embeddings_given_in_chunks_are_told(launch):
     asked = dict(prompt=PROMPT * 2, at=[8, 9, 10, 50, 70])
     engine.serve_overrides(**asked, seeds=[1, 2])
     found = engine.findings()["violations"]
+    if since("0.5.22"):
+        assert found == []
+        return
     assert {v["kind"] for v in found} == {"prefix"}
     assert [v["position"] for v in found[:3]] == [8, 9, 10]
     assert found[0]["identity"].startswith("at positions 8 to 10 embeddings #")

@@ -30,6 +30,15 @@ def test_this_release_has_them(on_cpu):
     """Nothing is missing in the installed SGLang, whatever is hooked already."""
     assert {t.name: t.problem() for t in targets.hook_targets() if t.problem()} == {}
     assert set(targets.targets()) >= set(targets.REQUIRED)
+    assert targets.missing() == []
+
+
+def test_an_optional_function_under_no_known_name_is_told(on_cpu, monkeypatch):
+    """One of two names is enough; with neither the sentence has both."""
+    common = pytest.importorskip(targets.COMMON)
+    for name in targets.existing(targets.CHECKPOINT):
+        monkeypatch.delattr(common, name.rpartition(".")[2])
+    assert targets.missing() == [" or ".join(targets.CHECKPOINT)]
 
 
 @pytest.mark.older_release

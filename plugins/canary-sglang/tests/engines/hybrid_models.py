@@ -67,6 +67,7 @@ def _mamba2() -> None:
     for name in ("causal_conv1d_fn", "causal_conv1d_update"):
         setattr(mamba, name, getattr(causal_conv1d, name))
         setattr(mamba, f"{name}_triton", getattr(causal_conv1d_triton, name))
+    _untuned()
 
 
 def _linear_attention() -> None:
@@ -75,7 +76,6 @@ def _linear_attention() -> None:
     again; there is nothing to tune and no device to ask about its size."""
     import triton.language as tl
     from sglang.kernels.ops.attention.fla import op
-    from triton.runtime.autotuner import Autotuner
 
     torch.cpu.device = lambda index: contextlib.nullcontext()
     loaded = [module for name, module in sys.modules.items() if name.startswith(f"{op.__package__}.")]
@@ -84,6 +84,17 @@ def _linear_attention() -> None:
         for module in loaded:
             if getattr(module, name, None) is taken:
                 setattr(module, name, lambda x, name=name: getattr(tl, name)(x))
+    _untuned()
+    _bfloat16_products()
+    from sglang.kernels.ops.attention.fla import layernorm_gated
+
+    layernorm_gated._get_sm_count = lambda device: 1
+
+
+def _untuned() -> None:
+    """Kernels with several configurations take the first one: the interpreter has nothing to tune."""
+    from triton.runtime.autotuner import Autotuner
+
     tuned = Autotuner.run
 
     def run_first(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,10 +102,6 @@ def _linear_attention() -> None:
         return tuned(self, *args, **kwargs)
 
     Autotuner.run = run_first
-    _bfloat16_products()
-    from sglang.kernels.ops.attention.fla import layernorm_gated
-
-    layernorm_gated._get_sm_count = lambda device: 1
 
 
 def _bfloat16_products() -> None:

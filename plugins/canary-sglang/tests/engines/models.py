@@ -34,3 +34,19 @@ def randomize(model: torch.nn.Module) -> None:
                 weight.normal_(0, 0.15)
             else:
                 weight.fill_(1.0 if "norm" in name else 0.0)
+        if not quantised and hasattr(model, "post_load_weights"):
+            _derive_again(model)
+
+
+def _derive_again(model: torch.nn.Module) -> None:
+    """Anew and in place: the halves of ``kv_b_proj`` by which MLA decodes. SGLang copies them out of it once."""
+    derived = {
+        (module, name): value
+        for module in model.modules()
+        for name in ("w_kc", "w_vc")
+        if torch.is_tensor(value := getattr(module, name, None))
+    }
+    model.post_load_weights()
+    for (module, name), value in derived.items():
+        value.copy_(getattr(module, name))
+        setattr(module, name, value)

@@ -58,7 +58,7 @@ MISUSES = ("misuse prefill", "misuse decode")
 STRESS = ("stress",) * 4
 STRESSED = {"SGLANG_TEST_RETRACT": "1"}
 """SGLang's own setting for tests: every third step retracts."""
-PATIENCE_S = {"cuda": (140, 30, 3), "cpu": (500, 100, 8)}
+PATIENCE_S = {"cuda": (400, 30, 3), "cpu": (500, 100, 8)}
 """Seconds for the engines to start, for the requests of a case, and for findings to be told after them."""
 
 

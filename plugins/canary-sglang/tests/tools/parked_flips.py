@@ -254,7 +254,7 @@ def _flip_parked(engine: Any, request: Any, draw: random.Random) -> bool:
     """Flips a bit in a slot that a waiting request will hit, by SGLang's own lookup; False where there is none."""
     request.init_next_round_input(engine.scheduler.tree_cache)
     state = looked_up_state(engine.scheduler, request)
-    slots = request.prefix_indices.tolist()
+    slots = looked_up_slots(engine.scheduler, request)
     if not slots:
         return False
     pool, slot = engine.runner.token_to_kv_pool, draw.choice(slots)
@@ -277,6 +277,13 @@ def flip_state(pool: Any, slot: int, draw: random.Random) -> None:
     kept = pool.mamba_cache
     part = draw.choice([part for part in (*kept.conv, kept.temporal) if part.numel()])
     _flip(part[draw.randrange(len(part)), slot], draw)
+
+
+def looked_up_slots(scheduler: Any, request: Any) -> list[int]:
+    """Slots of the prefix on the device that a waiting request hits, by SGLang's last lookup."""
+    slots = getattr(request, "prefix_indices", None)
+    found = scheduler.tree_cache.prefix_device_indices(request) if slots is None else slots
+    return list(found.tolist())
 
 
 def looked_up_state(scheduler: Any, request: Any) -> int | None:

@@ -77,7 +77,7 @@ def install() -> None:
         if (wanted, SIDE) == ("decoding", "decode") and batch.forward_mode.is_decode():
             flip(scheduler, batch.reqs if DRAW.random() < 0.15 else [])
         if (wanted, SIDE) == ("parked", "prefill"):
-            flip(scheduler, [r for r in batch.reqs if len(r.prefix_indices)], hit=True)
+            flip(scheduler, [r for r in batch.reqs if prefix_tokens(r)], hit=True)
         return run(scheduler, batch, *args, **kwargs)
 
     ModelRunner.load_model, Scheduler.run_batch = load_model, run_batch
@@ -91,13 +91,19 @@ def control() -> str:
     return file.read_text() if file.exists() else ""
 
 
+def prefix_tokens(request: Any) -> int:
+    """Number of a request's tokens before those of its batch."""
+    slots = getattr(request, "prefix_indices", None)
+    return int(request.prefix_len) if slots is None else len(slots)
+
+
 def flip(scheduler: Any, requests: list[Any], hit: bool = False) -> None:
     """Flips a bit in the slot of one of the last rank's prompt tokens, ``hit``: of the prefix, of each request."""
     if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
         return
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     for request in requests:
-        end = len(request.prefix_indices) if hit else len(request.origin_input_ids)
+        end = prefix_tokens(request) if hit else len(request.origin_input_ids)
         holder = request if hasattr(request, "req_pool_idx") else request.kv
         row = scheduler.req_to_token_pool.req_to_token[holder.req_pool_idx, :end]
         words = DRAW.choice((pool.k_buffer, pool.v_buffer))[DRAW.randrange(pool.layer_num)]

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from engines.setups import HICACHE, SETUPS
 
-from tools.parked_flips import ENVIRONMENT, flip_state, looked_up_state
+from tools.parked_flips import ENVIRONMENT, flip_state, looked_up_slots, looked_up_state
 
 FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
 BROKEN_RANK = 1
@@ -61,7 +61,7 @@ def install() -> None:
             request.init_next_round_input(scheduler.tree_cache)
             broken = BROKEN_RANK if control() == "parked" else COIN.randrange(2)
             state = looked_up_state(scheduler, request)
-            flip(scheduler, request.prefix_indices.tolist(), broken, state)
+            flip(scheduler, looked_up_slots(scheduler, request), broken, state)
         if control() == "host" and not (args or kwargs):
             request.init_next_round_input(scheduler.tree_cache)
             flip_host(scheduler, request)

@@ -363,8 +363,10 @@ def _sent(engine: Any) -> dict[str, Any]:
     inserted: set[str] = set()
     scheduler = engine.scheduler
     tree = scheduler.tree_cache
-    for insert in ("insert_req", "cache_unfinished_req"):
-        usual = getattr(tree, insert)
+    for insert in ("insert_req", "cache_unfinished_req", "checkpoint"):
+        usual = getattr(tree, insert, None)
+        if usual is None:
+            continue
 
         def keep(request: Any, *args: Any, _right: Callable[..., Any] = usual, **kwargs: Any) -> Any:
             inserted.add(request.rid)

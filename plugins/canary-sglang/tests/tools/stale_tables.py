@@ -52,8 +52,9 @@ def break_triton(what: str, rows: int, known: dict[str, Any]) -> Iterator[None]:
     before: list[torch.Tensor] = []
     fill, update = TritonAttnBackend._fill_kv_indptr_and_indices, triton_backend.update_sliding_window_buffer
 
-    def filled(self: Any, bs: int, seq_lens: Any, req_pool_indices: Any, kv_indices: Any, *more: Any) -> Any:
-        indptr = fill(self, bs, seq_lens, req_pool_indices, kv_indices, *more)
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        indptr = fill(*args, **kwargs)
+        kv_indices = signature(fill).bind(*args, **kwargs).arguments["kv_indices"]
         end = int(indptr[rows])
         right = kv_indices[:end].clone()
         if what == "entry":

@@ -67,14 +67,14 @@ class RadixPrefixes:
         self.known = ParkedPrefixes.of_cache(tokens)
         self._slots, self._sheltered = slots, sheltered
         self._patches = Patches()
-        self._patches.wrap(cache, "insert_req", self._inserts)
+        self._patches.wrap(cache, caches.publishes(cache), self._publishes)
 
     def close(self) -> None:
         """Nothing is followed any more."""
         self._patches.undo()
 
-    def _inserts(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def insert(request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _publishes(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def publish(request: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(request, *args, **kwargs)
             # A retracted request goes on.
             if request.finished() and not is_internal(request.rid):
@@ -82,7 +82,7 @@ class RadixPrefixes:
                     self._ended(request, int(kwargs["up_to"]))
             return result
 
-        return insert
+        return publish
 
     def _ended(self, request: Any, tokens: int) -> None:
         why, content, key = schedulers.again_refusal(request), NONE, NONE

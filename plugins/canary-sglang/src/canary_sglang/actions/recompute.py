@@ -28,7 +28,7 @@ from canary_sglang.actions.held_messages import HeldMessages
 from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.touches import Touches, running
-from canary_sglang.compat import attended, caches, runners, schedulers
+from canary_sglang.compat import attended, caches, progress, runners, schedulers
 
 SPARE = 2
 """An internal request must leave as many tokens free as it takes, and so many pages for each running request."""
@@ -264,8 +264,8 @@ class SchedulerRecompute(InternalRequests):
         if request is None or request.rid != name or request.finished():
             return None
         if self._batch is not None and any(one is request for one in self._batch.reqs):
-            return int(request.extend_range.end)
-        return len(request.prefix_indices)
+            return progress.chunk_end(request)
+        return progress.prefix_length(request)
 
     def crowded(self, name: str) -> bool:
         """Also after a turn in the queue."""
@@ -335,13 +335,12 @@ class SchedulerRecompute(InternalRequests):
         if internal is None:
             return
         if scheduler.chunked_req is internal:
-            row, end = schedulers.row_number(internal), int(internal.extend_range.end)
-            internal.prefix_indices = self._table[row, :end].to(torch.int64, copy=True)
+            progress.go_on_from_chunk(internal, self._table[schedulers.row_number(internal)])
             return
         last = scheduler.last_batch
         if last is not None and last.forward_mode.is_extend() and any(one is internal for one in last.reqs):
             # With the overlap scheduler the result is not known yet: else it would decode once.
-            last.filter_batch(chunked_req_to_exclude=[internal])
+            progress.leave(last, internal)
 
     def _leave_queue(self) -> None:
         """Takes an internal request out of the queue, also a retracted one."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from canary_adapters import TABLE_STEP, UniformLens, slot_table
 from canary_core import BatchAdapter, BatchView
-from canary_sglang.batches.tokens import expected_tokens
+from canary_sglang.batches.tokens import expected_tokens, folded_tensor
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import batches, drafts, runners
 
@@ -129,11 +129,15 @@ class ForwardBatches(BatchAdapter[Any]):
 
     def _tokens(self, batch: Any, names: Sequence[str]) -> Tensor:
         """The tokens of an extend, with the numbers of embeddings that override some of them."""
+        tokens: Tensor = batch.input_ids
         prefixes, news = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-        if self._ahead or getattr(batch, "replace_embeds", None) is None or prefixes is None or news is None:
-            tokens: Tensor = batch.input_ids
+        if self._ahead or prefixes is None or news is None:
             return tokens
-        return self._writers.writers.contents.given(names, prefixes, news, batch.input_ids)
+        if batches.has_images(batch) and tokens.dtype == torch.int64:
+            tokens = folded_tensor(tokens)
+        if getattr(batch, "replace_embeds", None) is None:
+            return tokens
+        return self._writers.writers.contents.given(names, prefixes, news, tokens)
 
     def _expected(self, batch: Any, names: Sequence[str]) -> Tensor | None:
         """The requests' own tokens for an extend, as `BatchView.expected_tokens`; None if the model computes others, as

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from canary_adapters import unknown_tokens, upload
-from canary_sglang.compat.schedulers import overrides
+from canary_adapters import FIRST_CONTENT, unknown_tokens, upload
+from canary_sglang.compat.schedulers import has_media, overrides
 
 if TYPE_CHECKING:
     from canary_core import Contents
@@ -36,7 +36,8 @@ def expected_tokens(
             continue
         prompt = request.origin_input_ids
         known = min(len(prompt), end, width)
-        row[:known] = as_array(prompt)[:known]
+        given = as_array(prompt)[:known]
+        row[:known] = folded(given) if has_media(request) else given
         output = request.output_ids[: min(end, width) - known] if known == len(prompt) else ()
         if len(output):
             row[known : known + len(output)] = as_array(output)
@@ -45,6 +46,22 @@ def expected_tokens(
     for row, begin in zip(table.numpy(), begins or (), strict=begins is not None):
         row[:begin] = -1
     return table.to(device, non_blocking=True)
+
+
+WIDEST = (1 << 31) - 1
+"""Largest number that a record has room for."""
+
+
+def folded(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``tokens`` with numbers of content, of 31 bits, in the place of wider ones: from 0.5.23 on SGLang's numbers for
+    media have 62 bits."""
+    wide = tokens > WIDEST
+    return np.where(wide, FIRST_CONTENT | tokens & (FIRST_CONTENT - 1), tokens) if wide.any() else tokens
+
+
+def folded_tensor(tokens: Tensor) -> Tensor:
+    """As `folded`, on any device and without a look at it: always a copy."""
+    return torch.where(tokens > WIDEST, tokens & (FIRST_CONTENT - 1) | FIRST_CONTENT, tokens)
 
 
 def as_array(tokens: Any) -> NDArray[np.int64]:

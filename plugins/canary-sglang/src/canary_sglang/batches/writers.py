@@ -13,6 +13,7 @@ from torch import Tensor
 
 from canary_adapters import BatchRows, EmbeddedRequests, put_embeddings, upload
 from canary_core import Writers
+from canary_sglang.batches.tokens import folded
 from canary_sglang.compat import schedulers
 
 
@@ -73,9 +74,9 @@ class RequestWriters:
         given = schedulers.overrides(request)
         if given is not None:
             put_embeddings(self.writers, request.rid, given.positions, given.embeds)
-        for first, count, number, what in schedulers.media(request):
-            numbers = torch.tensor([number], dtype=torch.int64, device="cpu").expand(count)
-            self.writers.contents.put(request.rid, first, numbers, f"{what} #{number:x}")
+        for first, numbers, name in schedulers.media(request):
+            content = torch.from_numpy(folded(np.array(numbers, dtype=np.int64)))
+            self.writers.contents.put(request.rid, first, content, name)
 
     def request(self, name: str) -> Any | None:
         """The `Req` object with the name, None if unknown, gone, or not unique."""

@@ -92,12 +92,22 @@ def states_fit(cache: Any, evicts: bool) -> bool:
     allocator = getattr(getattr(cache, "req_to_token_pool", None), "mamba_allocator", None)
     if allocator is None:
         return True
-    from sglang.srt.mem_cache import common
-
     keeps = cache.supports_mamba()
-    needed = int(common.MAMBA_STATE_PER_REQ_PREFIX_CACHE if keeps else common.MAMBA_STATE_PER_REQ_NO_CACHE)
+    tracking = getattr(cache.req_to_token_pool, "mamba_initial_tracking_slots", None)
+    if tracking is None:
+        from sglang.srt.mem_cache import common
+
+        needed = int(common.MAMBA_STATE_PER_REQ_PREFIX_CACHE if keeps else common.MAMBA_STATE_PER_REQ_NO_CACHE)
+    else:
+        needed = 1 + int(tracking)
     free = int(allocator.schedulable_available_size())
     return free + (int(cache.mamba_evictable_size()) if keeps and evicts else 0) >= needed
+
+
+def publishes(cache: Any) -> str:
+    """Name of the function by which the cache takes the KV of a request, up to ``up_to`` tokens: of an ended one only
+    up to 0.5.21, later of any."""
+    return "checkpoint" if hasattr(cache, "checkpoint") else "insert_req"
 
 
 def looked_ahead(cache: Any) -> int:

@@ -6,20 +6,18 @@ from dataclasses import is_dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from canary_sglang.compat import caches, disaggregated, schedulers
+from canary_sglang.compat import caches, disaggregated, progress, schedulers
 
 
 def retract(scheduler: Any, request: Any) -> None:
     """Takes a running request's slots, as SGLang does when memory runs out. The request's KV does not enter the prefix
     cache, and the next token is passed by. `leave_out` takes the request from the batches."""
-    from sglang.srt.mem_cache.common import release_kv_cache
-
     given = len(request.output_ids)
     # The cache gives back slots of known tokens. Those of a batch under way are not known yet.
     unknown = schedulers.allocated_tokens(request) - len(request.origin_input_ids) - given
     request.output_ids.extend([0] * unknown)
     try:
-        release_kv_cache(request, scheduler.tree_cache, is_insert=False)
+        progress.release(request, scheduler.tree_cache)
     finally:
         del request.output_ids[given:]
     request.reset_for_retract()
@@ -65,7 +63,9 @@ def end(scheduler: Any, request: Any, message: str) -> None:
     request.finished_reason = request.to_finish or schedulers.corrupted(message)
     request.finished_output = True
     told = AbortReq(rid=request.rid, finished_reason=request.finished_reason.to_json())
-    scheduler.ipc_channels.send_to_tokenizer.send_output(told, request)
+    # Where SGLang's server is in Rust, it does not listen to the tokenizer's channel.
+    send = getattr(scheduler, "send_abort_output", None) or scheduler.ipc_channels.send_to_tokenizer.send_output
+    send(told, request)
 
 
 def leave_out(requests: Sequence[Any], *batches: Any) -> None:

@@ -2,12 +2,12 @@
 
 import contextlib
 import http
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from canary_sglang.compat import disaggregated
+from canary_sglang.compat import disaggregated, progress
 
 SPECULATION = frozenset({"NONE", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"})
 """Algorithms that leave the served model's KV of all tokens of a request but the last one, by their names."""
@@ -186,14 +186,20 @@ def overrides(request: Any) -> Any | None:
     return getattr(request, "positional_embed_overrides", None)
 
 
-def media(request: Any) -> Iterator[tuple[int, int, int, str]]:
-    """Images and other media of a request: first position, number of positions, the token there, and the modality.
-    SGLang has put a number made of a hash in the place of the tokens."""
+def has_media(request: Any) -> bool:
+    """Whether the request has images or other media."""
+    return getattr(request, "multimodal_inputs", None) is not None
+
+
+def media(request: Any) -> Iterator[tuple[int, Sequence[int], str]]:
+    """Images and other media of a request: first position, the numbers there in the place of tokens, and a name.
+    SGLang makes the numbers of a hash, from 0.5.23 on several that take turns."""
     for item in getattr(getattr(request, "multimodal_inputs", None), "mm_items", None) or ():
         number: Any = getattr(item, "pad_value", None)
-        what = getattr(item, "modality", None)
+        what = str(getattr(getattr(item, "modality", None), "name", "media")).lower()
         for first, last in (getattr(item, "offsets", None) or ()) if number is not None else ():
-            yield int(first), int(last) - int(first) + 1, int(number), str(getattr(what, "name", "media")).lower()
+            count, taking_turns = int(last) - int(first) + 1, getattr(item, "padding_sequence", None)
+            yield int(first), taking_turns(count) if taking_turns else [number] * count, f"{what} #{number:x}"
 
 
 def abort(scheduler: Any, request: Any, message: str) -> bool:
@@ -279,16 +285,14 @@ def recompute_refusal(scheduler: Any) -> str | None:
         return "a tier of the prefix cache would keep what is computed, or bring it"
     if getattr(args, "dllm_algorithm", None) is not None or getattr(args, "enable_hisparse", False):
         return "the model's attention is not that of each token to all before"
-    from sglang.srt.managers.schedule_batch import Req
-
-    if not hasattr(Req, "_refresh_fill_ids"):
+    if not progress.chunks_stay_private():
         return "this release of SGLang keeps no KV outside of the prefix cache between chunks: 0.5.21 does"
     return None
 
 
 def again_refusal(request: Any) -> str | None:
     """Why a request can't be computed again, None where it can."""
-    if embedded(request) or getattr(request, "multimodal_inputs", None) is not None:
+    if embedded(request) or has_media(request):
         return "embeddings or media stand in the place of tokens"
     sessions = (getattr(request, name, None) for name in ("session", "session_id"))
     if searches_beams(request) or any(one is not None for one in sessions):
@@ -322,11 +326,10 @@ def internal_request(scheduler: Any, name: str, target: Any, tokens: int) -> Any
 def drop_chunked(scheduler: Any, request: Any) -> None:
     """Ends an internal request between two of its chunks, as SGLang ends an aborted one, but tells nobody."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
-    from sglang.srt.mem_cache.common import release_kv_cache
 
     request.finished_reason = FINISH_ABORT("gives way")
     released(scheduler, request)
-    release_kv_cache(request, scheduler.tree_cache, is_insert=False)
+    progress.release(request, scheduler.tree_cache)
     scheduler.chunked_req = None
 
 
@@ -350,7 +353,7 @@ def is_done_with(scheduler: Any, request: Any) -> bool:
         return False
     if last is not None and last.reqs and all(one is request for one in last.reqs):
         # As the scheduler does itself when it makes its next batch.
-        last.filter_batch(chunked_req_to_exclude=[request])
+        progress.leave(last, request)
     return True
 
 

@@ -40,9 +40,6 @@ READY = "sglang.srt.managers.tokenizer_manager.TokenizerManager.is_ready"
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
 OPTIONAL = (RESIZE, LOOP, STATE_CLONES, SAMPLE, PROCESS)
 
-EXPECTED = (LOOP, SAMPLE, PROCESS)
-"""Members of `OPTIONAL` in every supported release."""
-
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 WEIGHT_LOADS = (
     f"{RUNNER}.update_weights_from_disk",
@@ -122,8 +119,15 @@ PARKING: dict[str, CacheChange] = {
 }
 """Functions of prefix caches after which a node has other holders, or other slots."""
 
-RELEASES = (f"{COMMON}.release_kv_cache", f"{COMMON}.maybe_cache_unfinished_req")
+RELEASE = f"{COMMON}.release_kv_cache"
+CHECKPOINT = (f"{COMMON}.maybe_cache_unfinished_req", f"{COMMON}.checkpoint_kv_cache")
+"""The function by which a running request enters the prefix cache, to 0.5.21 and from 0.5.22 on."""
+
+RELEASES = (RELEASE, *CHECKPOINT)
 """Functions freeing slots of a request, the first argument."""
+
+EXPECTED = ((LOOP,), (SAMPLE,), (PROCESS,), PREPARES[:1], PREPARES[1:], (RELEASE,), CHECKPOINT)
+"""Optional functions of which every supported release has one of each group."""
 
 
 ALLOCATIONS = {
@@ -163,6 +167,11 @@ def hicache_targets() -> Sequence[str]:
     if missing:
         raise PluginError(f"this SGLang's HiCache has no {', '.join(missing)}; what it loads can't be followed")
     return found
+
+
+def missing() -> list[str]:
+    """The groups of `EXPECTED` of which the installed SGLang has none."""
+    return [" or ".join(group) for group in EXPECTED if not existing(group)]
 
 
 def existing(names: Iterable[str]) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from canary_core import CachedRun
-from canary_sglang.batches.tokens import as_array
+from canary_sglang.batches.tokens import as_array, folded
 
 FULL, WINDOW = "full", "swa"
 """The components of a node, each with its own locks and sizes; also the names of their regions."""
@@ -348,7 +348,7 @@ def node_tokens(key: Any, first: int, count: int) -> Tensor:
     """``count`` tokens of a node's key, from the token ``first`` on, int64 ``[count]``. If the key has pairs of tokens,
     the first token of each pair."""
     # A copy: torch can't share memory with SGLang's own arrays, which may be read-only.
-    tokens = torch.tensor(as_array(key.token_ids[first : first + count]), device="cpu")
+    tokens = torch.tensor(folded(as_array(key.token_ids[first : first + count])), device="cpu")
     return tokens[:, 0] if tokens.dim() > 1 else tokens
 
 

@@ -72,9 +72,9 @@ class HostCache(StepListener):
                 self._stored.loads(controller, slots, None if parked is None else parked.known(host_slots))
             self.canary.slots.forget(region, slots)
 
-    def sought(self, controller: Any, request: Any, loaded: Tensor) -> None:
-        """To be called after the cache has queued a load for ``request``; ``loaded``: its slots."""
-        if self._stored is not None and len(loaded) and controller.load_queue:
+    def sought(self, controller: Any, request: Any, loaded: int) -> None:
+        """To be called after the cache has queued a load of ``loaded`` tokens for ``request``."""
+        if self._stored is not None and loaded and controller.load_queue:
             self._stored.sought(controller.load_queue[-1], request, loaded)
 
     def loading(self, controller: Any) -> "list[_Load]":
@@ -361,7 +361,9 @@ def _sought(result: Any, cache: Any, *args: Any, **kwargs: Any) -> None:
         return
     for host_cache in _concerned(controller):
         with host_cache.canary.guard("HostCache.sought"):
-            host_cache.sought(controller, request, result[0])
+            # Up to 0.5.21 their slots, later their number.
+            loaded = result[0] if isinstance(result[0], int) else len(result[0])
+            host_cache.sought(controller, request, loaded)
 
 
 def _loading(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:

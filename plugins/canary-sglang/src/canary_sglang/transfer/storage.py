@@ -16,7 +16,7 @@ from torch import Tensor
 from canary_core import Arrival, Canary, Origin
 from canary_sglang.batches.tokens import as_array
 from canary_sglang.batches.writers import RequestWriters
-from canary_sglang.compat import schedulers
+from canary_sglang.compat import progress, schedulers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,15 +53,15 @@ class StoredPages:
         if has_storage(controller) and (known is None or not bool(known.all())):
             self._canary.ledger.remember(self._region, slots, int(controller.page_size))
 
-    def sought(self, operation: Any, request: Any, loaded: Tensor) -> None:
+    def sought(self, operation: Any, request: Any, loaded: int) -> None:
         """To be called after ``operation`` was queued to load KV for ``request``, behind its prefix on the device;
-        ``loaded``: the slots added by SGLang to the prefix."""
+        ``loaded``: number of tokens added by SGLang to the prefix."""
         # Else some of them were on the device already.
-        if len(loaded) == len(operation.device_indices) and _tokens_say_all(request):
-            first = len(request.prefix_indices)
+        if loaded == len(operation.device_indices) and _tokens_say_all(request):
+            first = progress.prefix_length(request)
             every = np.concatenate((as_array(request.origin_input_ids), as_array(request.output_ids)))
-            tokens = torch.from_numpy(every[: first + len(loaded)])
-            if len(tokens) == first + len(loaded):
+            tokens = torch.from_numpy(every[: first + loaded])
+            if len(tokens) == first + loaded:
                 self._sought[operation] = Sought(request, first, tokens)
 
     def coming(self, controller: Any, operation: Any, known: Tensor | None) -> tuple[int, Sought] | None:
