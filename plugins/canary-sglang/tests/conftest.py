@@ -17,7 +17,8 @@ MARKERS = (
     "last: leaves its engine unfit for other tests, so it runs after them",
     "long: hundreds of forwards",
     "beyond_ci(covered_by): CI has no time for it; `covered_by` says what runs there and nearly covers it",
-    "older_release: CI runs it on an older SGLang, too, unless it is `long`",
+    "older_release: CI runs it on an older SGLang, too, and on the newest one, unless it is `long`",
+    "newest_release: CI runs it on the newest SGLang, too",
     "where(mark, **parameters): has the mark, but only with these values of its parameters, one or a list each",
 )
 """What `.ci/run` selects by. Why a test is ``beyond_ci`` stands at its mark; why all tests with an engine are, at its

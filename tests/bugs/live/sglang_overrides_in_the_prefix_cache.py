@@ -52,6 +52,7 @@ BUG = Bug(
     cause="A request with overrides matches nothing, but is inserted into the radix cache under its tokens alone.",
     row=IDENTITY,
     issues=(),
+    releases="<0.5.22",
     setup="mha",
     broken=broken,
     traffic=traffic,

@@ -70,6 +70,7 @@ def test_weights_that_changed_under_a_kept_cache_are_told_without_a_hit(asked):
     assert all(answer["parked"] for answer in done["answers"])
 
 
+@pytest.mark.newest_release
 def test_parked_kv_that_changed_is_told_where_it_did(asked):
     """All checks of bytes are off: only a second computation can tell. In a namespace of its own as well."""
     asked.parked_serve(lengths={"ill": 93, "well": 93})

@@ -26,6 +26,7 @@ def plain(launch):
     return launch({"options": OPTIONS}, CANARY_MODE="off")
 
 
+@pytest.mark.newest_release
 def test_clean_traffic_is_well_and_answers_stay_the_same(plain, launch):
     """Hits and chunks: with as many internal requests as there is room for."""
     watched = launch({"options": OPTIONS}, **ALL)

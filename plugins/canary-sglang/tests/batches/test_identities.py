@@ -96,6 +96,7 @@ SEEN = [*PROMPT[:10], 252, *[255] * 8, 253, *PROMPT[10:]]
 
 
 @CONTENTS
+@pytest.mark.newest_release
 def test_images_are_told_apart_and_are_silent(launch):
     """The same image hits its own prefix, another one only what is before it; chunked or not, nothing is found, and
     every slot that is read is known."""
@@ -109,6 +110,7 @@ def test_images_are_told_apart_and_are_silent(launch):
 
 
 @CONTENTS
+@pytest.mark.newest_release
 def test_a_prefix_hit_across_images_is_told(launch):
     """The keys of the radix cache lack the image: the second request is given the KV of the first one's."""
     engine = launch(VISION)
@@ -127,6 +129,7 @@ def test_a_prefix_hit_across_images_is_told(launch):
 
 
 @CONTENTS
+@pytest.mark.newest_release
 def test_overriding_embeddings_are_told_apart(launch):
     """Requests with embeddings in the place of some tokens: twice the same ones, in chunks. Nothing is found. Then the
     plain tokens: SGLang inserts KV of embeddings into the prefix cache under the placeholders, and so gives it to the

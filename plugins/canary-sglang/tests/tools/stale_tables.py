@@ -143,7 +143,8 @@ def break_fa3_eager(what: str, rows: int, known: dict[str, Any]) -> Iterator[Non
     right, translate = FlashAttentionBackend._maybe_init_local_attn_metadata, SWAKVPool.translate_loc_from_full_to_swa
     first: list[int] = []
 
-    def made(self: Any, batch: Any, metadata: Any, *more: Any) -> Any:
+    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = signature(right).bind(self, *args, **kwargs).arguments["metadata"]
         table, size = metadata.page_table, self.page_size
         if what == "entry":
             known.update(position=size, positions=size, right=int(table[rows - 1, size]), wrong=int(table[0, 0]))
@@ -152,9 +153,9 @@ def break_fa3_eager(what: str, rows: int, known: dict[str, Any]) -> Iterator[Non
             metadata.cache_seqlens_int32 = metadata.cache_seqlens_int32.clone()
             metadata.cache_seqlens_int32[rows - 1] -= 1
         else:
-            place = max(int(batch.seq_lens[0]) - self.sliding_window_size, 0) // size * size
+            place = max(int(metadata.cache_seqlens_int32[0]) - self.sliding_window_size, 0) // size * size
             first[:] = [place, place + size]
-        return right(self, batch, metadata, *more)
+        return right(self, *args, **kwargs)
 
     def translated(self: Any, slots: torch.Tensor) -> torch.Tensor:
         found = translate(self, slots)

@@ -69,6 +69,7 @@ def stored(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory)
     return store
 
 
+@pytest.mark.newest_release
 def test_what_comes_back_from_files_is_what_was_stored(stored):
     """Each page that a file brings is compared with what this engine computed for its prefix, and is the same; nothing
     is unknown."""
@@ -85,6 +86,7 @@ def test_what_comes_back_from_files_is_what_was_stored(stored):
     assert not {"ledger_unknown", "ledger_unjudged", "ledger_rewritten"} & found["stats"].keys()
 
 
+@pytest.mark.newest_release
 @pytest.mark.parametrize("source", ["k.0", "v.2"])
 def test_a_byte_that_changes_in_a_file_is_told(stored, source):
     """One bit of one page on the disk: told when it is loaded, with layer, half, position and request."""

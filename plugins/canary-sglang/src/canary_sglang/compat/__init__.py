@@ -27,5 +27,8 @@ Differences between releases:
 | `NSATokenToKVPool`                       | called `DSATokenToKVPool` from 0.5.14                                |
 | `mamba_cache_chunk_size`                 | to 0.5.17 a property of `ServerArgs`, then of `runtime_context`      |
 | `HybridCacheController.start_loading`    | to 0.5.20 a method of its own, then inherited of `HiCacheController` |
+| a request's tokens in the cache          | tensors of slots, from 0.5.22 numbers, see `progress`                |
+| the cache taking a running request's KV  | `maybe_cache_unfinished_req`, from 0.5.22 `checkpoint_kv_cache`      |
+| numbers in the place of media            | one an item, from 0.5.23 four of 62 bits that take turns             |
 | switches of `sglang.srt.environ`         | older compressors to 0.5.17, the cache in C++ to 0.5.20              |
 """
