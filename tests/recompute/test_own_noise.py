@@ -140,13 +140,27 @@ def test_a_model_whose_paths_compute_different_things_teaches_nothing(hybrid):
 
 
 def test_an_engine_without_states_computes_as_before(hybrid):
-    """Two paths and one with roundings, and no look at the request's own noise before a finding."""
+    """Two paths and two with roundings, and no look at the request's own noise before a finding."""
     engine, recompute, findings = hybrid
     engine.recurrent = False
     assert [verdict(recompute) for _ in range(4)] == ["unjudged"] * 4
-    assert engine.lengths[:3] == [512, 512, 7]
+    assert engine.lengths[:4] == [512, 512, 512, 7]
     engine.off = dict.fromkeys(engine.off, 0.01)
     count = len(engine.lengths)
     assert verdict(recompute) == "differs"
     assert len(engine.lengths) == count + 1
     assert len(findings.violations) == 1
+
+
+def test_an_engine_that_was_wrong_from_its_start_teaches_nothing(hybrid):
+    """What it left in the cache is far less than half of its size off, and far more than roundings explain."""
+    engine, recompute, findings = hybrid
+    engine.recurrent = False
+    engine.off["kv"] = 0.01
+    answers = [recompute.now("r")[0] for _ in range(6)]
+    assert {answer.verdict for answer in answers} == {"unjudged"}
+    assert all("wrong from its start" in answer.reason for answer in answers)
+    assert recompute._canary.stats()["recompute_unlike"] == 6
+    (told,) = [event.fields for event in findings.told("unjudged") if "from its start" in event.fields["reason"]]
+    assert told["error"] == pytest.approx(0.01, rel=0.2)
+    assert findings.violations == []

@@ -57,6 +57,19 @@ class OwnNoise:
             wider[key] = Bound(max(bound.window, mine.window), max(bound.token, mine.token))
         return wider
 
+    def unexplained(self, errors: Sequence[Errors]) -> tuple[Key, float] | None:
+        """Of ``errors`` of the cache the first source that is further off than the largest of random roundings times
+        `MOST_APART`, and its median; None where none is. What few of the roundings reach, such as the first layer, is
+        as far as all of them."""
+        roundings = _noise(self.rounded, MOST_APART)
+        most = max((bound.window for bound in roundings.values()), default=0.0)
+        for one in errors:
+            _, medians = one.windows()
+            for source, found in zip(one.sources, medians, strict=True):
+                if found.numel() and float(found.max()) > most:
+                    return (one.region, source.name), float(found.max())
+        return None
+
     def unlike(self, rounding: float) -> Key | None:
         """The first source of which a path is further off than any ``rounding`` explains; None for a model whose paths
         compute the same."""
@@ -92,5 +105,8 @@ class _Before:
             sources: list[KVSource] = [source for source in first[name].sources if source.name in names]
             if sources:
                 slots = int(first[name].slots.max()) + 1
-                state.region = replace(state.region, sources=tuple(sources), slots=slots, null_slot=None, slot_map=None)
+                state.region = replace(
+                    state.region, sources=tuple(sources), slots=slots, null_slot=None, null_slots=1, null_reads=None,
+                    slot_map=None,
+                )  # fmt: skip
                 self.states[name] = state

@@ -44,6 +44,10 @@ PATHS_APART = (
     "this model computes other KV in calls of one or of several tokens behind a state than in one call, by more than "
     "rounding explains, so a second computation proves nothing"
 )
+UNEXPLAINED = (
+    "the KV of a fresh request is further from a second computation than rounding explains: this engine computes "
+    "something else in calls of another size, or was wrong from its start; no noise is learnt from that"
+)
 NO_MEMORY = "the device has no memory for a second computation of this request"
 
 
@@ -187,6 +191,11 @@ class Recompute:
             self._canary.count("recompute_unlike")
             self.judge.doubt(PATHS_APART, request=cached.request, source=" ".join(apart))
             return answer if answer.verdict == "same" else replace(answer, reason=PATHS_APART)
+        if own is None and (far := self._rounded(cached, first).unexplained(comparison.errors)) is not None:
+            self._canary.count("recompute_unlike")
+            (region, source), error = far
+            self.judge.doubt(UNEXPLAINED, request=cached.request, source=f"{region} {source}", error=error)
+            return answer if answer.verdict == "same" else replace(answer, reason=UNEXPLAINED)
         paths, chunks = self._paths(cached)
         rounded = [self._compare(cached, chunk, self._recomputer.rounding).errors for chunk in chunks]
         others = [self._compare(cached, chunk).errors for chunk in paths]
@@ -201,6 +210,11 @@ class Recompute:
     def _own(self, cached: CachedRequest, first: Mapping[str, Computed]) -> OwnNoise:
         looks = (*self._paths(cached), self._recomputer.rounding)
         return OwnNoise.of(self._canary, cached, first, partial(self._recomputer.compute, cached), looks)
+
+    def _rounded(self, cached: CachedRequest, first: Mapping[str, Computed]) -> OwnNoise:
+        """Random roundings alone, of the first computation's path."""
+        compute = partial(self._recomputer.compute, cached)
+        return OwnNoise.of(self._canary, cached, first, compute, ([], [CHUNK_TOKENS], self._recomputer.rounding))
 
     def _fits(self, cached: CachedRequest) -> bool:
         """Whether the device has memory for a second copy of the request's KV, and as much again for the forward (with
