@@ -59,8 +59,7 @@ class OwnNoise:
 
     def unexplained(self, errors: Sequence[Errors]) -> tuple[Key, float] | None:
         """Of ``errors`` of the cache the first source that is further off than the largest of random roundings times
-        `MOST_APART`, and its median; None where none is. What few of the roundings reach, such as the first layer, is
-        as far as all of them."""
+        `MOST_APART`, and its median; None where none is. One limit for all layers: few roundings reach the first."""
         roundings = _noise(self.rounded, MOST_APART)
         most = max((bound.window for bound in roundings.values()), default=0.0)
         for one in errors:
