@@ -119,6 +119,10 @@ class Recompute:
                 self._canary.count("recompute_gave_way")
                 return
             outlines = {request: self._recomputer.outline(request) for request in self._recomputer.requests()}
+            if not outlines:
+                # Of an engine that has served nobody yet no noise can be known.
+                sampler.rest()
+                return
             name = sampler.pick(outlines.items(), fresh=not self.noise.known)
             if name is None:
                 if sampler.starved:
