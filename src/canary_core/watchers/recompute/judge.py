@@ -23,7 +23,10 @@ Own = Callable[[], OwnNoise]
 MOST_REASONS = 32
 """Different reasons of missing verdicts told by events."""
 
-UNKNOWN = "the noise of this engine is not known yet: more fresh requests must be verified first"
+UNKNOWN = (
+    "the noise of this engine is not known yet: more requests without a prefix hit, fork, arrival or preemption must "
+    "be verified first"
+)
 FARTHER = (
     "more of its tokens were decoded than of requests from which the noise of recurrent states is known: nothing "
     "differs as far as that is known"
@@ -188,7 +191,9 @@ class RecomputeJudge:
         self._leaves_out(missing)
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
-            return self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, missing)
+            answer = self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, missing)
+            touch = f"; this one had a {cached.touches[0].what} and teaches nothing" if cached.touches else ""
+            return replace(answer, reason=f"{UNKNOWN}; so far taught by {self.noise.progress}{touch}")
         wrong = [one for one in layers if one.differs]
         if wrong and own is not None:
             bounds = own().widened(bounds)
