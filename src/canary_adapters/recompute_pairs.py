@@ -168,9 +168,9 @@ class RecomputePairs:
                 self._answer(few)
                 continue
             look = self.attention.finish(pair.again, partial(self._own, pair))
-            if pair.asked:
-                self.judge.check_bytes(cached)
-            self._begun.append(_Begun(pair, cached, self.judge.begin(cached, self._computed(pair)), look))
+            bytes_look = self.judge.check_bytes(cached) if pair.asked else None
+            comparing = self.judge.begin(cached, self._computed(pair), bytes_look)
+            self._begun.append(_Begun(pair, cached, comparing, look))
 
     def count(self, counted: Mapping[str, int]) -> None:
         """Adds counts of the scheduler to the stats."""

@@ -112,7 +112,8 @@ def test_verdicts_as_text_and_as_json(start):
     code, out, err = engine.verify("--all")
     assert (code, err) == (0, "")
     head = f"process {engine.pid}, replica 0, rank 0"
-    assert out.splitlines()[:3] == [head, "a: same, 40 tokens", "  full k.0: median 0, worst 0, noise up to 0.0039"]
+    first = "  full k.0: median 0, worst 0, noise up to 0.0039"
+    assert out.splitlines()[:4] == [head, "a: same, 40 tokens", "  bytes: not compared", first]
     assert "b: same, 48 tokens" in out
     code, out, err = engine.verify("--request", "b", "--json")
     (answered,) = json.loads(out)
@@ -120,6 +121,7 @@ def test_verdicts_as_text_and_as_json(start):
     assert (code, err, answered["socket"]) == (0, "", str(engine.socket))
     assert (answer["request"], answer["tokens"], answer["verdict"], answer["rank"]) == ("b", 48, "same", 0)
     assert [layer["source"] for layer in answer["layers"]] == ["k.0", "v.0", "k.1", "v.1"]
+    assert answer["bytes"] is None
     engine.say("break")
     code, out, err = engine.verify("--all")
     assert (code, err) == (1, "")

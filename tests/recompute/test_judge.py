@@ -73,6 +73,20 @@ def pool():
     made.canary.close()
 
 
+def test_who_waits_for_the_noise_hears_how_far_it_is(pool):
+    """By the answer, with numbers; the event has none, so that it is told once. A hit teaches nothing, and that is
+    said."""
+    reasons = [pool.judge.judge(*pool.request(f"fresh {n}")).reason for n in range(2)]
+    hit, computed = pool.request("hit", touches=(Touch("hit", 64),))
+    reasons += [pool.judge.judge(hit, computed).reason for _ in range(2)]
+    (told,) = pool.findings.told("unjudged")
+    assert [reason.removeprefix(told.fields["reason"]) for reason in reasons] == [
+        "; so far taught by no request",
+        "; so far taught by 1 of 8 requests with 160 of 1024 tokens",
+        *["; so far taught by 2 of 8 requests with 320 of 1024 tokens; this one had a hit and teaches nothing"] * 2,
+    ]
+
+
 def test_pairs_teach_and_judge(pool):
     """Noise like that of the pairs is the same; more of it, from a position of one layer on, is found there."""
     pool.taught()

@@ -266,6 +266,26 @@ def test_what_can_not_be_computed_is_counted_by_reason(sampled):
     assert "3 times in a row" in off.fields["reason"]
 
 
+def test_an_engine_that_idles_before_its_first_request_keeps_its_recompute(sampled, monkeypatch):
+    """As long as no request has KV nothing is known of the model, and nobody asks: no failure, and nothing is told."""
+    one = sampled("100%")
+
+    def no_forward(engine: Engine) -> float:
+        if not engine.slots:
+            raise CanaryError("no forward has run yet, so there is nothing to compare")
+        return 1e-7
+
+    monkeypatch.setattr(Engine, "rounding", property(no_forward))
+    one.steps(400)
+    stats = one.canary.stats()
+    assert [name for name in stats if name.startswith("recompute")] == []
+    assert one.findings.told("unjudged") == one.findings.told("recompute_off") == []
+    one.engine.grow("a", 40)
+    one.steps(50)
+    assert one.engine.computed[0] == "a"
+    assert one.recompute.noise.requests == 1
+
+
 def test_changed_kv_is_found_without_being_asked_for(sampled):
     """By the next look at the request."""
     one = sampled("5%")

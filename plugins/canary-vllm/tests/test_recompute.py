@@ -83,6 +83,21 @@ def test_a_kernel_that_is_wrong_from_the_first_request_on_is_not_taken_for_noise
         assert told(guard) == [(1, 30, "again", "attention")]
 
 
+def test_bytes_that_changed_are_in_the_answer(small):
+    """One bit of one token, of which the numbers say nothing: the answer is no ``same``, and the finding is told."""
+    with guarded.guard(small, **{**QUIET, "bytes": "all"}) as guard:
+        verified.teach(small)
+        verified.begin(small, 4, {"ill": verified.prompt("ill"), "well": verified.prompt("well")})
+        small.poke(1, "v", "ill", 50)
+        ill, well = verified.verify(small, "ill", "well")
+        verified.finish(small)
+        guard.canary.drain()
+        assert (ill.verdict, ill.bytes.changed, ill.bytes.position) == ("differs", 1, 50), ill.table()
+        assert ill.bytes.source.startswith("v.1"), ill.table()
+        assert (well.verdict, well.bytes.changed, well.bytes.share) == ("same", 0, 1.0), well.table()
+        assert [v.kind for v in guard.findings.violations] == [Kind.BYTES]
+
+
 def test_a_layer_that_was_skipped_for_one_request_is_told(small):
     """From the next layer on."""
     prompt = verified.prompt("skipped")

@@ -73,6 +73,17 @@ def test_broken_engines_are_told_and_the_request_beside_is_well(launch, fault, e
     assert told(done) == [expected]
 
 
+def test_bytes_that_changed_are_in_the_answer(launch):
+    """One bit of one token, of which the numbers say nothing: the answer is no ``same``, and the finding is told."""
+    engine = launch({"options": OPTIONS}, **{**ASKED, "CANARY_BYTES": "all"})
+    done = engine.recompute_broken(fault="flipped_bit", tokens=50)
+    assert done["verdicts"] == ["differs", "same"], done["answers"]
+    ill, well = (answer["bytes"] for answer in done["answers"])
+    assert (ill["changed"], ill["source"], ill["position"]) == (1, "v.1", done["at"])
+    assert (well["changed"], well["share"]) == (0, 1.0)
+    assert [found["kind"] for found in done["violations"]] == ["bytes"]
+
+
 COARSE = {**OPTIONS, "kv_cache_dtype": "fp8_e4m3"}
 """KV stored in fp8."""
 

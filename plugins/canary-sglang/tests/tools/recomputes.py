@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from tools.draft_faults import Change, broken_once, kept_draft, wrong_key
 from tools.inspection import findings
 from tools.state_faults import another_state, cached, exchange, lost_updates, state_of
@@ -297,11 +299,22 @@ def _exchanged_states(engine: Any, tokens: list[int]) -> None:
     engine.abort("beside")
 
 
+def _flipped_bit(engine: Any, tokens: list[int]) -> int:
+    """A bit of V of layer 1 of one token of ``ill``, past all functions of SGLang's."""
+    begin(engine, {"ill": tokens, "well": tokens[::-1]}, DECODED)
+    (ill,) = (one for one in engine.requests if one.rid == "ill" and not one.finished())
+    holder = ill if hasattr(ill, "req_pool_idx") else ill.kv
+    slot = int(engine.runner.req_to_token_pool.req_to_token[holder.req_pool_idx, 20])
+    engine.runner.token_to_kv_pool.v_buffer[1][slot].view(torch.uint8).flatten()[0] ^= 1
+    return 20
+
+
 FAULTS: dict[str, Callable[[Any, list[int]], int | None]] = {
     "changed_norm": _changed_norm,
     "short_decodes": _short_decodes,
     "skipped_layer": _skipped_layer,
     "changed_scale": _changed_scale,
+    "flipped_bit": _flipped_bit,
     "short_window": _short_window,
     "kept_draft": _in_a_draft(kept_draft),
     "wrong_key": _in_a_draft(wrong_key),

@@ -29,6 +29,7 @@ from tiny.verified import (
 )
 
 from canary_core import CanaryError, Kind, LayerError, Verification
+from canary_core.testing import Findings
 from canary_core.watchers.recompute import sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -252,6 +253,23 @@ def managed(model: Any, traffic: Traffic) -> Iterator[Any]:
     """A running manager, in a thread of its own."""
     with model.continuous_batching_context_manager(**traffic.settings(model)) as manager:
         yield manager
+
+
+def test_a_manager_that_idles_before_its_first_request_keeps_its_recompute(guard):
+    """Its loop turns, and no forward has run: nothing is told, and the first request is looked at all the same."""
+    model, findings = served("llama", "cpu"), Findings()
+    guarded = guard(model, recompute="100%")
+    guarded.register(findings)
+    with managed(model, Traffic(new_tokens=100, pages=100)) as manager:
+        time.sleep(1.0)
+        assert guarded._sessions
+        assert [name for name in guarded.stats() if name.startswith("recompute")] == []
+        manager.add_request(list(range(3, 63)), request_id="a", max_new_tokens=100)
+        while not manager.get_result(timeout=300).is_finished():
+            pass
+    assert guarded.stats()["recomputed_requests"] >= 1
+    assert [event.fields["request"] for event in findings.told("unjudged")] in ([], ["a"])
+    assert findings.told("recompute_off") == []
 
 
 def test_a_running_manager_answers_other_threads(guard, tmp_path):

@@ -5,7 +5,6 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +16,9 @@ from canary_core.ops.torch.compare_kv import elements
 from canary_core.recomputer import CachedRequest, Computed
 from canary_core.region import KVSource, RegionKind, Role
 from canary_core.runtime.host_copy import HostCopy
+from canary_core.watchers.recompute.bytes_look import BytesLook
+from canary_core.watchers.recompute.compared import Compared
+from canary_core.watchers.recompute.compared_bytes import ComparedBytes
 from canary_core.watchers.recompute.noise import Errors
 from canary_core.watchers.recompute.parked import ParkedRecords
 from canary_core.watchers.recompute.state_rows import by_rows, row_slots
@@ -31,27 +33,16 @@ SMALLEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e5m2: 2.0**-16}
 """Distance of the smallest numbers, with their larger relative error."""
 
 
-class Compared(Protocol):
-    """The part of `Canary` used here."""
-
-    @property
-    def states(self) -> Mapping[str, RegionState]:
-        """Device memory by region."""
-
-    @property
-    def backend(self) -> str:
-        """Name of the running ops."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """Errors of each region where both sides have slots. missing: what is not compared at all, as region and source by
     name: recurrent states, say, and a drafter's layers. left: number of tokens of a parked prefix in slots with
-    unchanged records; None for a running request."""
+    unchanged records; None for a running request. bytes: a comparison with the fingerprints, None without one."""
 
     errors: Sequence[Errors]
     missing: Sequence[str]
     left: int | None = None
+    bytes: ComparedBytes | None = None
 
     @property
     def exact(self) -> bool:
@@ -66,9 +57,16 @@ class Comparison:
 
 class Comparing:
     """A `Comparison` whose figures are on their way to the host. On the stream of the forwards, between these; never
-    waits."""
+    waits. look: at the bytes, under way, too."""
 
-    def __init__(self, canary: Compared, cached: CachedRequest, computed: Mapping[str, Computed]) -> None:
+    def __init__(
+        self,
+        canary: Compared,
+        cached: CachedRequest,
+        computed: Mapping[str, Computed],
+        look: BytesLook | None = None,
+    ) -> None:
+        self._look = look
         self._begun: list[tuple[str, Sequence[KVSource], HostCopy]] = []
         self._missing: list[str] = []
         regions = [state.region for state in canary.states.values()]
@@ -115,13 +113,14 @@ class Comparing:
 
     def arrived(self) -> bool:
         """Whether `result` does not wait."""
-        looks = all(look is None or look.arrived() for look in (self._before, self._after))
+        looks = all(look is None or look.arrived() for look in (self._before, self._after, self._look))
         return looks and all(copy.arrived() for _, _, copy in self._begun)
 
     def result(self) -> Comparison:
         """Waits for the device, unless all has `arrived`."""
         left = None if self._before is None or self._after is None else self._before.left(self._after)
-        return Comparison([_errors(*one) for one in self._begun], self._missing, left)
+        compared = None if self._look is None else self._look.result()
+        return Comparison([_errors(*one) for one in self._begun], self._missing, left, compared)
 
 
 def _errors(name: str, sources: Sequence[KVSource], copy: HostCopy) -> Errors:

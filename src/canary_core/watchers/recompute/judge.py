@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.recomputer import CachedRequest, Computed, Touch
 from canary_core.records import Kind, Phase
 from canary_core.region import KVSource, Role
 from canary_core.violation import Violation
-from canary_core.watchers.recompute.comparison import Compared, Comparing, Comparison
+from canary_core.watchers.recompute.bytes_look import BytesHost, BytesLook
+from canary_core.watchers.recompute.comparison import Comparing, Comparison
 from canary_core.watchers.recompute.noise import UNLIKE, WINDOW_TOKENS, Bound, Errors, Noise, first_layer
 from canary_core.watchers.recompute.own_noise import OwnNoise
 from canary_core.watchers.recompute.state_rows import holds_states
@@ -24,7 +23,10 @@ Own = Callable[[], OwnNoise]
 MOST_REASONS = 32
 """Different reasons of missing verdicts told by events."""
 
-UNKNOWN = "the noise of this engine is not known yet: more fresh requests must be verified first"
+UNKNOWN = (
+    "the noise of this engine is not known yet: more requests without a prefix hit, fork, arrival or preemption must "
+    "be verified first"
+)
 FARTHER = (
     "more of its tokens were decoded than of requests from which the noise of recurrent states is known: nothing "
     "differs as far as that is known"
@@ -35,15 +37,11 @@ FAR_APART = (
 )
 
 
-class RecomputeHost(Compared, Protocol):
+class RecomputeHost(BytesHost, Protocol):
     """The part of `Canary` used here. verifier: has requests computed again for whoever asks."""
 
     config: CanaryConfig
     verifier: Verifier | None
-
-    @property
-    def slots(self) -> "SlotChecks":
-        """Comparison of bytes beside forwards."""
 
     @property
     def forwards(self) -> int:
@@ -59,13 +57,6 @@ class RecomputeHost(Compared, Protocol):
         """Hands an event to every plugin."""
 
 
-class SlotChecks(Protocol):
-    """The part of `SlotEvents` used here."""
-
-    def check(self, region: str, slots: Tensor) -> None:
-        """Compares the bytes of ``slots`` with their fingerprints."""
-
-
 class RecomputeJudge:
     """Compares, learns the engine's numerical noise, judges, and reports. For engines that compute a request again by
     themselves, in later steps: hand over both sides once the engine is done, between forwards, on the stream of the
@@ -75,9 +66,9 @@ class RecomputeJudge:
     of all layers and heads, or only the shard of one rank.
 
     Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_same``,
-    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_unlike``, and
-    ``recompute_own_noise`` for each look at a request's own; each new reason for a missing verdict is an ``unjudged``
-    event.
+    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_unlike``,
+    ``recompute_own_noise`` for each look at a request's own, and ``recompute_bytes_changed`` for each request with
+    changed bytes; each new reason for a missing verdict is an ``unjudged`` event.
     """
 
     def __init__(self, canary: RecomputeHost, rounding: Callable[[], float], whole: bool = True) -> None:
@@ -98,12 +89,13 @@ class RecomputeJudge:
         few = self.too_few(cached)
         if few is not None:
             return few
-        self.check_bytes(cached)
-        return self.finish(cached, self.begin(cached, computed).result())
+        return self.finish(cached, self.begin(cached, computed, self.check_bytes(cached)).result())
 
-    def begin(self, cached: CachedRequest, computed: Mapping[str, Computed]) -> Comparing:
-        """The first half of `judge`, which does not wait and compares no fingerprints."""
-        return Comparing(self._canary, cached, computed)
+    def begin(
+        self, cached: CachedRequest, computed: Mapping[str, Computed], look: BytesLook | None = None
+    ) -> Comparing:
+        """The first half of `judge`, which does not wait. look: of `check_bytes`, where fingerprints are compared."""
+        return Comparing(self._canary, cached, computed, look)
 
     def finish(
         self, cached: CachedRequest, comparison: Comparison, teaches: bool = True, decoded: int | None = None
@@ -140,16 +132,16 @@ class RecomputeJudge:
         why = f"{left} of the {parked} tokens that it left in the prefix cache are still there"
         return Verification(request, left, "gone", f"{why}: the others were evicted or overwritten", parked=True)
 
-    def check_bytes(self, cached: CachedRequest) -> None:
-        """Compares all bytes with their fingerprints: a finding of its own."""
-        for region, slots in cached.slots.items():
-            if not holds_states(self._canary.states[region].region):
-                self._canary.slots.check(region, slots[slots >= 0])
+    def check_bytes(self, cached: CachedRequest) -> BytesLook:
+        """Compares all bytes with their fingerprints: a finding of its own, and a part of the answer."""
+        return BytesLook(self._canary, cached)
 
     def teaches(self, cached: CachedRequest, comparison: Comparison, known: int | None = None) -> bool:
         """Whether noise is to be learnt: there is none yet of some tokens, and nothing but the request computed the KV.
         Never from a parked prefix: weights may have changed since. Nor from errors that are no noise: a
-        ``recompute_unlike``. known: as of `verdict`."""
+        ``recompute_unlike``, nor of changed bytes. known: as of `verdict`."""
+        if comparison.bytes is not None and comparison.bytes.changed:
+            return False
         learnt = self.noise.known and (known is None or known >= len(cached.tokens))
         if learnt or cached.touches or cached.parked is not None:
             return False
@@ -167,11 +159,16 @@ class RecomputeJudge:
         """By the noise known now; reports a finding, but never about slots with changed records of a parked prefix.
         ``own``: gives the request's own noise, before a finding; what that explains is none. known: of how many tokens
         the noise is known, if not of all."""
-        if cached.parked is None or comparison.left is None:
-            return self._verdict(cached, comparison, own, known)
-        if comparison.left < len(cached.tokens):
+        if cached.parked is not None and comparison.left is not None and comparison.left < len(cached.tokens):
             return self.gone(cached.request, comparison.left, cached.parked)
-        return replace(self._verdict(cached, comparison, own, known), parked=True)
+        answer = self._verdict(cached, comparison, own, known)
+        parked = cached.parked is not None and comparison.left is not None
+        answer = replace(answer, bytes=comparison.bytes, parked=parked)
+        if answer.bytes is None or not answer.bytes.changed:
+            return answer
+        self._canary.count("recompute_bytes_changed")
+        sentence = "; ".join(filter(None, (answer.finding, answer.bytes.finding)))
+        return replace(answer, verdict="differs", reason=None, finding=sentence)
 
     def _verdict(
         self, cached: CachedRequest, comparison: Comparison, own: Own | None, known: int | None
@@ -194,7 +191,9 @@ class RecomputeJudge:
         self._leaves_out(missing)
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
-            return self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, missing)
+            answer = self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, missing)
+            touch = f"; this one had a {cached.touches[0].what} and teaches nothing" if cached.touches else ""
+            return replace(answer, reason=f"{UNKNOWN}; so far taught by {self.noise.progress}{touch}")
         wrong = [one for one in layers if one.differs]
         if wrong and own is not None:
             bounds = own().widened(bounds)

@@ -1,6 +1,6 @@
 """`Errors` of one request, and `Noise`: the errors of an engine by computing the same on another path."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 
@@ -128,15 +128,23 @@ class Noise:
     @property
     def known(self) -> bool:
         """Whether enough fresh requests were compared for a verdict."""
-        tokens, requests = self.equal_tokens, self.equal_requests
+        return any(share >= 1 for share, _ in self._ways())
+
+    @property
+    def progress(self) -> str:
+        """Numbers of requests and tokens learnt from, and needed."""
+        return max(self._ways())[1]
+
+    def _ways(self) -> Iterator[tuple[float, str]]:
+        """Ways to known noise: share of each, 1 at the end, and the numbers."""
+        yield _way(self.requests, TAUGHT_REQUESTS, self.tokens, TAUGHT_TOKENS)
+        yield _way(self.paired_requests, PAIRED_REQUESTS, self.paired_tokens, PAIRED_TOKENS)
         if self._coarse:
             # That some differ, and most don't, is usual.
-            tokens, requests = tokens + self.paired_tokens, requests + self.paired_requests
-        return (
-            (self.tokens >= TAUGHT_TOKENS and self.requests >= TAUGHT_REQUESTS)
-            or (self.paired_tokens >= PAIRED_TOKENS and self.paired_requests >= PAIRED_REQUESTS)
-            or (tokens >= EQUAL_TOKENS and requests >= EQUAL_REQUESTS and (self._coarse or not self.paired_requests))
-        )
+            requests, tokens = self.equal_requests + self.paired_requests, self.equal_tokens + self.paired_tokens
+            yield _way(requests, EQUAL_REQUESTS, tokens, EQUAL_TOKENS)
+        elif not self.paired_requests:
+            yield _way(self.equal_requests, EQUAL_REQUESTS, self.equal_tokens, EQUAL_TOKENS)
 
     def reach(self, decodes: int) -> int:
         """Of how many of a request's decoded tokens the noise is known: at least `PAIRED_REQUESTS` fresh requests had
@@ -198,6 +206,14 @@ class Noise:
     def _raise(self, region: str, source: KVSource, least: Bound) -> None:
         known = self._bounds.get((region, source.name), self._least)
         self._bounds[region, source.name] = Bound(max(known.window, least.window), max(known.token, least.token))
+
+
+def _way(requests: int, most_requests: int, tokens: int, most_tokens: int) -> tuple[float, str]:
+    share = min(requests / most_requests, tokens / most_tokens)
+    if not requests:
+        return share, "no request"
+    known, of = min(requests, most_requests), min(tokens, most_tokens)
+    return share, f"{known} of {most_requests} requests with {of} of {most_tokens} tokens"
 
 
 def first_layer(compared: Sequence[Errors], dense: bool = False) -> int:

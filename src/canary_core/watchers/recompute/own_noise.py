@@ -9,7 +9,8 @@ import torch
 from canary_core.ops.state import RegionState
 from canary_core.recomputer import CachedRequest, Computed
 from canary_core.region import KVSource
-from canary_core.watchers.recompute.comparison import Compared, Comparing
+from canary_core.watchers.recompute.compared import Compared
+from canary_core.watchers.recompute.comparison import Comparing
 from canary_core.watchers.recompute.noise import Bound, Errors, Key, Noise
 
 MARGIN = 4.0

@@ -123,6 +123,10 @@ class Recompute:
                 self._canary.count("recompute_gave_way")
                 return
             outlines = {request: self._recomputer.outline(request) for request in self._recomputer.requests()}
+            if not outlines:
+                # Of an engine that has served nobody yet no noise can be known.
+                sampler.rest()
+                return
             name = sampler.pick(outlines.items(), fresh=not self.noise.known)
             if name is None:
                 if sampler.starved:
@@ -177,11 +181,11 @@ class Recompute:
             return few
         if not self._fits(cached):
             return self.judge.unjudged(cached.request, NO_MEMORY, "no_memory", len(cached.tokens))
-        self.judge.check_bytes(cached)
+        bytes_look = self.judge.check_bytes(cached)
         look = self._turns.next()
         observed: dict[str, Any] = {} if look is None else {"observer": look}
         first = self._recomputer.compute(cached, CHUNK_TOKENS, **observed)
-        comparison = Comparing(self._canary, cached, first).result()
+        comparison = self.judge.begin(cached, first, bytes_look).result()
         own = partial(self._own, cached, first) if self._recomputer.recurrent else None
         answer = self.judge.verdict(cached, comparison, own)
         answer = self._turns.judge(cached, answer, look)

@@ -78,9 +78,13 @@ class Sampler:
         if self._waits_since is None:
             self._waits_since = now
         if now - self._waits_since < PATIENCE_S:
-            self._rest_until = now + LOOK_S
+            self.rest()
             return True
         return False
+
+    def rest(self) -> None:
+        """There is nothing to do until the next search."""
+        self._rest_until = self._clock() + LOOK_S
 
     def pick(self, requests: Iterable[tuple[str, Outline]], fresh: bool) -> str | None:
         """The next one. ``fresh``: of those that nothing touched, from which noise is learnt."""
@@ -97,7 +101,7 @@ class Sampler:
                 best, most = name, rank
         self.starved = self.starved + unseen if best is None else 0
         if best is None:
-            self._rest_until = self._clock() + LOOK_S
+            self.rest()
         return best
 
     def looked_at(self, request: str, tokens: int, seconds: float, verdict: bool) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
 from canary_core.watchers.recompute.attention import AttentionError
+from canary_core.watchers.recompute.compared_bytes import ComparedBytes
 
 Reason = Literal["few_tokens", "noise_unknown", "no_numbers", "no_memory", "refused", "failed"]
 """Sorts of missing verdicts, as they are counted. refused: the engine's plugin says why."""
@@ -38,7 +39,8 @@ class Verification:
     """``tokens`` of a request in the cache against the same tokens computed again. reason: of a verdict ``unjudged`` or
     ``gone``. finding: of a verdict ``differs``, in a sentence. uncompared: region and source of what has no numbers to
     compare, or so much noise that nearly anything hides. attention: of the layer whose turn it was, against plain
-    torch. parked: whether the request has ended, and only a prefix is in the cache; ``gone`` if too little is left."""
+    torch. parked: whether the request has ended, and only a prefix is in the cache; ``gone`` if too little is left.
+    bytes: a comparison with the fingerprints, None without one. With changed bytes the verdict is ``differs``."""
 
     request: str
     tokens: int
@@ -49,6 +51,7 @@ class Verification:
     uncompared: Sequence[str] = ()
     attention: AttentionError | None = None
     parked: bool = False
+    bytes: ComparedBytes | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; None in the place of an error that is not finite."""
@@ -61,16 +64,21 @@ class Verification:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Verification":
         """From `to_dict`; other keys are passed over."""
-        fields = {name: plain[name] for name in cls.__slots__}
+        fields = {name: plain[name] for name in cls.__slots__ if name != "bytes"}
         layers = [LayerError(**{**one, **_endless(one)}) for one in plain["layers"]]
         seen = plain["attention"]
         attention = None if seen is None else AttentionError(**{**seen, **_endless(seen)})
-        return cls(**{**fields, "layers": layers, "attention": attention})
+        # A process with an earlier release says nothing of them.
+        found = plain.get("bytes")
+        compared = None if found is None else ComparedBytes(**found)
+        return cls(**{**fields, "layers": layers, "attention": attention, "bytes": compared})
 
     def table(self) -> str:
         """Lines of text for people: the verdict, then one line for each source."""
         head = f"{'prefix of ' * self.parked}{self.request}: {self.verdict}, {self.tokens} tokens"
         lines = [f"{head} ({self.reason})" if self.reason else head, *([self.finding] if self.finding else [])]
+        if self.bytes is not None or self.verdict in ("same", "differs"):
+            lines.append(f"  bytes: {'not compared' if self.bytes is None else self.bytes.sentence}")
         for one in self.layers:
             bound = "" if one.bound is None else f", noise up to {one.bound:.2g}"
             mark = "  <-- differs" if one.differs else ""

@@ -66,7 +66,9 @@ class ContinuousRecomputer(Recomputer):
         return tuple(touches)
 
     def requests(self) -> Sequence[str]:
-        """The running ones."""
+        """The running ones; none before the first forward."""
+        if self._model() is None:
+            return []
         return [name for name, state in list(self._scheduler.active_requests.items()) if state.position_offset]
 
     def cached(self, request: str) -> CachedRequest:
