@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from canary_core.config import CanaryConfig
@@ -253,10 +254,13 @@ class RecomputeJudge:
         layers = []
         for one in errors:
             _, medians = one.windows()
-            for source, tokens, windows in zip(one.sources, one.values, medians, strict=True):
-                if windows.numel():
+            for source, tokens, *rows in zip(one.sources, one.values, medians, one.quarters(), strict=True):
+                if rows[0].numel():
                     bound = bounds.get((one.region, source.name))
-                    figures = float(tokens.median()), float(windows.max()), None if bound is None else bound.window
+                    most = None if bound is None else bound.window
+                    single = None if bound is None or bound.quarter == torch.inf else bound.quarter
+                    worst, quarter = (float(row.max()) for row in rows)
+                    figures = float(tokens.median()), worst, most, quarter, single
                     layers.append(LayerError(one.region, source.name, source.layer, len(tokens), *figures))
         return layers
 
@@ -305,10 +309,18 @@ def _detail(first: LayerError, cached: CachedRequest, rows: str = "tokens", behi
         touched += f"; behind it {behind.error.source} differs from position {behind.begins()[0]} on"
     if cached.parked is not None:
         touched += f"; it has ended, and the prefix cache keeps {len(cached.tokens)} tokens of it"
+    error, of, most = first.worst, f"the median of {WINDOW_TOKENS} {rows}", first.bound
+    if first.by_quarter:
+        error, of, most = first.quarter, f"a quarter of {WINDOW_TOKENS} {rows} or more", first.quarter_bound
     return (
-        f"first in {first.source}, by {first.worst:.2g} of its size in the median of {WINDOW_TOKENS} {rows}, where "
-        f"noise is at most {first.bound or 0:.2g}{touched}"
+        f"first in {first.source}, by {error:.2g} of its size in {of}, where noise is at most {most or 0:.2g}{touched}"
     )
+
+
+def _excess(error: LayerError) -> float:
+    """By how many times the error is above its bound."""
+    single = error.quarter / (error.quarter_bound or 1) if error.by_quarter else 0.0
+    return max(error.worst / (error.bound or 1), single)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,14 +343,19 @@ class _Far:
 
     def order(self) -> tuple[float, ...]:
         """By layer; of one layer rather KV, which has positions."""
-        return self.error.layer, self.errors.of_states, -self.error.worst / (self.error.bound or 1)
+        return self.error.layer, self.errors.of_states, -_excess(self.error)
 
     def begins(self) -> tuple[int, bool]:
         """The first differing position, and whether all of it differs."""
         values, (starts, medians) = self.errors.values[self.column], self.errors.windows()
-        over = [starts[i] for i in (medians[self.column] > self.bound.window).nonzero()[:, 0].tolist()]
-        window = values[over[0] : over[0] + WINDOW_TOKENS]
+        far_medians = medians[self.column] > self.bound.window
+        far_windows = far_medians | (self.errors.quarters()[self.column] > self.bound.quarter)
+        over = int(far_windows.nonzero()[0])
+        if not far_medians[over]:
+            # Tokens of that sort may lie before, in windows with too few of them.
+            return self.errors.positions[int((values > self.bound.quarter).nonzero()[0])], False
+        window = values[starts[over] : starts[over] + WINDOW_TOKENS]
         # At least half of the window is over the bound of medians, if nothing is over that of a single token.
         far = window > (self.bound.token if bool((window > self.bound.token).any()) else self.bound.window)
-        at = over[0] + int(far.nonzero()[0])
-        return self.errors.positions[at], len(over) == len(starts) and at == 0
+        at = starts[over] + int(far.nonzero()[0])
+        return self.errors.positions[at], bool(far_medians.all()) and at == 0

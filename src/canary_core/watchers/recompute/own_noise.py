@@ -51,11 +51,7 @@ class OwnNoise:
     def widened(self, bounds: Mapping[Key, Bound]) -> dict[Key, Bound]:
         """``bounds`` for this request: no error that its own computations have from each other differs."""
         own = _noise((*self.paths, *self.rounded), MARGIN)
-        wider = {}
-        for key, bound in bounds.items():
-            mine = own.get(key, bound)
-            wider[key] = Bound(max(bound.window, mine.window), max(bound.token, mine.token))
-        return wider
+        return {key: bound.wider(own.get(key, bound)) for key, bound in bounds.items()}
 
     def unlike(self, rounding: float) -> Key | None:
         """The first source of which a path is further off than any ``rounding`` explains; None for a model whose paths
