@@ -1,5 +1,7 @@
 """Requests that an engine has computed again in slots of the same pool, judged by pairs alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -141,6 +143,73 @@ def test_a_quarter_of_a_window_is_a_verdict(pool):
     assert [v.position for v in pool.findings.violations] == [48, 0, 5]
     assert pool.findings.violations[-1].rule == "attention"
     assert Verification.from_dict(answer.to_dict()).layers[2].by_quarter
+
+
+class Halves(Pool):
+    """Layer 0 of K and V, then one of K alone and another one of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        halves = [("k", 0), ("v", 0), ("k", 1), ("v", 1)]
+        sources = tuple(
+            replace(source, half=half, layer=layer)
+            for source, (half, layer) in zip(self.region.sources, halves, strict=True)
+        )
+        self.region = Region("kv", SLOTS, sources)
+        self.canary.close()
+        self.canary = Canary(self.regions(), self.canary.config, hooks=private_hooks(self.findings))
+        self.judge = RecomputeJudge(self.canary, lambda: ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"), [((2,), "half"), ((3,), "half"), ((0,), "half"), ((2, 3), "attention"), ((0, 1), "input")]
+)
+def test_one_of_k_and_v_alone_is_not_attentions_fault(broken, rule):
+    """Nor that of the layer's input. Where both are wrong, it is."""
+    pool = Halves()
+    pool.taught()
+    cached, computed = pool.request("broken")
+    for n in broken:
+        pool.tensors[n][pool.own[64:]] *= 1.3
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    (found,) = pool.findings.violations
+    assert (found.rule, found.position, found.layer) == (rule, 64, broken[0] // 2)
+    pool.canary.drain()
+    (incident,) = pool.canary.incidents
+    assert incident.diagnoses[0].name == f"other_{rule}"
+    assert ("from a right input" in found.explanation) == (rule == "half")
+    pool.canary.close()
+
+
+def test_half_that_is_hardly_more_off_than_the_other_is_not_taken_for_it_alone():
+    """V may be wrong as well, just below its bound."""
+    pool = Halves()
+    pool.taught()
+    cached, computed = pool.request("broken")
+    pool.tensors[2][pool.own[64:]] *= 1.08
+    pool.tensors[3][pool.own[64:]] *= 1.03
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    assert [v.rule for v in pool.findings.violations] == ["attention"]
+    pool.canary.close()
+
+
+@pytest.mark.parametrize(("again", "rule"), [(False, "weights"), (True, "everywhere")])
+def test_weights_that_were_changed_since_the_request_began_are_told(again, rule, pool):
+    """How, and after which step; not of a request that began, or was computed again, later."""
+    pool.taught()
+    cached, computed = pool.request("older")
+    pool.canary.writers.id("older")
+    pool.canary.step.weights_changed("update_weights_from_disk", since=12)
+    if again:
+        pool.canary.writers.again("older")
+    pool.tensors[1][pool.own] *= 1.3
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    (found,) = pool.findings.violations
+    said = "the weights were changed since it began (weights_changed 1, by update_weights_from_disk, after step 12)"
+    assert (found.rule, said in found.explanation) == (rule, not again)
+    pool.canary.drain()
+    (incident,) = pool.canary.incidents
+    assert incident.diagnoses[0].name == ("other_weights" if again else "changed_weights")
 
 
 def test_where_single_tokens_were_unlike_medians_alone_are_judged(pool):

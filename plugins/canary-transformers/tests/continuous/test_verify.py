@@ -44,7 +44,7 @@ def engine(guard: Callable[..., Any]) -> Iterator[Callable[..., Verified]]:
 @pytest.mark.parametrize(
     ("fault", "rule", "layer", "position", "diagnosis"),
     [
-        (rope_after_a_hit, "input", 0, HIT, "other_input"),
+        (rope_after_a_hit, "half", 0, HIT, "other_half"),
         # Few tokens of so small a model attend to the last key at all, so the first layer behind is hardly touched.
         (one_short, "attention", 2, PROMPT, "other_attention"),
         # Layer 0 has the window, and a decode is beyond it from its 36th token on.

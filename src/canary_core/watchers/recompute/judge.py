@@ -13,6 +13,7 @@ from canary_core.events import Event
 from canary_core.recomputer import CachedRequest, Computed, Touch
 from canary_core.records import Kind, Phase
 from canary_core.region import KVSource, Role
+from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.comparison import Compared, Comparing, Comparison
 from canary_core.watchers.recompute.noise import UNLIKE, WINDOW_TOKENS, Bound, Errors, Noise, first_layer
@@ -25,6 +26,8 @@ Own = Callable[[], OwnNoise]
 MOST_REASONS = 32
 """Different reasons of missing verdicts told by events."""
 
+ALONE = 4
+"""Ratio of the errors of K and V in a layer from which a wrong input of the layer is ruled out."""
 UNKNOWN = "the noise of this engine is not known yet: more fresh requests must be verified first"
 FARTHER = (
     "more of its tokens were decoded than of requests from which the noise of recurrent states is known: nothing "
@@ -41,6 +44,10 @@ class RecomputeHost(Compared, Protocol):
 
     config: CanaryConfig
     verifier: Verifier | None
+
+    @property
+    def writers(self) -> Writers:
+        """Names of requests, and the weights with which each began."""
 
     @property
     def slots(self) -> "SlotChecks":
@@ -267,17 +274,19 @@ class RecomputeJudge:
     def _finding(self, cached: CachedRequest, first: "_Far", far: Sequence["_Far"]) -> Violation:
         """A finding about the first differing layer, at the first differing position."""
         about = self._about(cached, first.source, first.errors.region)
+        changed = self._canary.writers.changed(cached.request)
+        since = "" if changed is None else f"; the weights were changed since it began ({changed})"
         if first.errors.of_states:
             behind = min((one for one in far if not one.errors.of_states), key=_Far.order, default=None)
-            return replace(about, rule="state", detail=_detail(first.error, cached, "rows", behind))
+            return replace(about, rule="state", detail=_detail(first, cached, behind) + since)
         position, everywhere = first.begins()
         touch = next((touch for touch in cached.touches if position < touch.end), None)
         return replace(
             about,
             slot=int(cached.slots[first.errors.region][position]),
             position=position,
-            rule=_rule(first.error.layer, everywhere, touch),
-            detail=_detail(first.error, cached),
+            rule="weights" if changed is not None else _rule(first, everywhere, touch),
+            detail=_detail(first, cached) + since,
         )
 
     def _about(self, cached: CachedRequest, source: KVSource, region: str) -> Violation:
@@ -294,16 +303,19 @@ class RecomputeJudge:
         )
 
 
-def _rule(layer: int, everywhere: bool, touch: Touch | None) -> str:
+def _rule(first: "_Far", everywhere: bool, touch: Touch | None) -> str:
     """The likely sort of cause, see `canary_core.kinds.recompute`."""
     if touch is not None:
         return "brought"
     if everywhere:
         return "everywhere"
-    return "input" if layer == 0 else "attention"
+    if first.alone:
+        return "half"
+    return "input" if first.error.layer == 0 else "attention"
 
 
-def _detail(first: LayerError, cached: CachedRequest, rows: str = "tokens", behind: "_Far | None" = None) -> str:
+def _detail(far: "_Far", cached: CachedRequest, behind: "_Far | None" = None) -> str:
+    first, rows = far.error, "rows" if far.errors.of_states else "tokens"
     touched = "".join(f"; a {touch.what} brought its first {touch.end} tokens" for touch in cached.touches)
     if behind is not None:
         touched += f"; behind it {behind.error.source} differs from position {behind.begins()[0]} on"
@@ -340,6 +352,17 @@ class _Far:
     def source(self) -> KVSource:
         """Where its numbers are."""
         return self.errors.sources[self.column]
+
+    @property
+    def alone(self) -> bool:
+        """Whether only K, or only V, of the layer is wrong, so that the input of the layer is right."""
+        own, quarters = self.source, self.errors.quarters().amax(1).tolist()
+        others = [
+            error
+            for source, error in zip(self.errors.sources, quarters, strict=True)
+            if source.layer == own.layer and {source.half, own.half} == {"k", "v"}
+        ]
+        return bool(others) and ALONE * max(others) <= quarters[self.column]
 
     def order(self) -> tuple[float, ...]:
         """By layer; of one layer rather KV, which has positions."""
