@@ -1,7 +1,7 @@
 """`InternalRequests`: the part of an engine's scheduler used by recompute, and the messages to workers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from canary_adapters.parked_prefixes import PARKED, GroupBlocks, ParkedPrefix, ParkedPrefixes
@@ -32,7 +32,8 @@ class RecomputePair:
     first ``tokens`` tokens of ``request``. Blocks of both during that forward: ``held`` and ``own``. why: the
     reason why nothing can be compared, None if there is none. asked: whether a caller waits for the answer. decoded: as
     of `Running`. parked, content: of a parked prefix, named `PARKED` and the request, the number of tokens at the end
-    of the request, and the ids of ``tokens``; more are gone. names: in answer to the request `ALL_PARKED`.
+    of the request, and the ids of ``tokens``; more are gone. names: in answer to the request `ALL_PARKED`; of
+    running requests, where none has the name ``request``.
     """
 
     request: str
@@ -122,6 +123,14 @@ class Internal:
     asked: bool
     waited: bool = False
     parked: ParkedPrefix | None = None
+
+
+def named_like(name: str, running: Iterable[str]) -> list[str]:
+    """The running requests meant by ``name``: the one of that name, else all whose names go on behind it with a hyphen.
+    vLLM's server puts ``cmpl-`` or ``chatcmpl-`` before a client's name, and numbers behind."""
+    names = list(running)
+    heads = tuple(f"{before}{name}-" for before in ("", "cmpl-", "chatcmpl-"))
+    return [name] if name in names else [one for one in names if one.startswith(heads)]
 
 
 def is_internal(name: str) -> bool:

@@ -12,9 +12,9 @@ import torch
 
 from canary_adapters.attention_watch import AttentionCalls, AttentionWatch
 from canary_adapters.block_events import BlockGroup
-from canary_adapters.internal_requests import LEAST_TOKENS, RecomputePair, is_internal, slots_of
+from canary_adapters.internal_requests import LEAST_TOKENS, RecomputePair, is_internal, named_like, slots_of
 from canary_adapters.parked_prefixes import ALL_PARKED, PARKED
-from canary_core import CachedRequest, Canary, CanaryError, Computed, Verification
+from canary_core import CachedRequest, Canary, CanaryError, Computed, Verification, Writers
 from canary_core.ops.upload import upload
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class _Ask:
         """Tells whoever waits that nothing will come."""
         if self.answer.set_running_or_notify_cancel():
             self.answer.set_exception(CanaryError(why))
+
+
+MOST_NAMES = 8
+"""Requests named in a sentence."""
 
 
 class RecomputePairs:
@@ -143,7 +147,7 @@ class RecomputePairs:
                 one.names = [ALL_PARKED if one.request is None else f"{PARKED}{one.request}"]
             else:
                 running = [name for name in self._running() if not is_internal(name)]
-                one.names = running if one.request is None else [one.request]
+                one.names = running if one.request is None else _meant(one.request, running)
         self._waiting = [one for one in (*self._waiting, *asked) if not one.finish()]
         self._unsent += [name for one in asked if not one.answer.done() for name in one.names]
 
@@ -213,7 +217,8 @@ class RecomputePairs:
     def _missed(self, pair: RecomputePair, why: str) -> None:
         if pair.asked:
             name = pair.request.removeprefix(PARKED)
-            self._answer(replace(self.judge.unjudged(name, why), parked=name != pair.request))
+            answer = replace(self.judge.unjudged(name, why), parked=name != pair.request)
+            self._answer(replace(answer, reason=f"{why}; running are {_some(pair.names)}") if pair.names else answer)
         else:
             # Nobody has asked: no event for an engine that has better things to do.
             self._canary.count("recompute_unjudged")
@@ -252,6 +257,17 @@ class RecomputePairs:
         if isinstance(blocks, torch.Tensor):
             return blocks[:tokens]
         return upload(slots_of(blocks, group.block, tokens), self._canary.device)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    return ", ".join([*map(Writers.told, names[:MOST_NAMES]), *more])
+
+
+def _meant(request: str, running: Sequence[str]) -> list[str]:
+    """The one request of `named_like`; the scheduler has the sentence for several, or none."""
+    alike = named_like(request, running)
+    return alike if len(alike) == 1 else [request]
 
 
 def model_rounding(dtype: torch.dtype, config: object) -> float:

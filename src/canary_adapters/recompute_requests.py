@@ -5,7 +5,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from canary_adapters.internal_requests import LEAST_TOKENS, PREFIX, Internal, InternalRequests, RecomputePair, Running
+from canary_adapters.internal_requests import (
+    LEAST_TOKENS,
+    PREFIX,
+    Internal,
+    InternalRequests,
+    RecomputePair,
+    Running,
+    named_like,
+)
 from canary_adapters.parked_prefixes import ALL_PARKED, LOST_ADAPTER, PARKED
 from canary_adapters.parked_proofs import ParkedProofs, too_little
 from canary_adapters.sheltered import Sheltered
@@ -30,6 +38,10 @@ NO_CHOICE = {
     "parked_no_adapter": f"of what ended requests left: {LOST_ADAPTER}",
 }
 """Reasons for which nothing is computed again, by the name of the counter."""
+
+
+UNKNOWN = "no request of that name has KV in the cache just now"
+SEVERAL = "several running requests have names that begin so: give the whole name of one"
 
 
 class Recomputes:
@@ -228,7 +240,10 @@ class Recomputes:
             return
         target = self._engine.find(request)
         if target is None or not target.tokens:
-            self._missed.append(RecomputePair(request, why="it has no KV in the cache just now", asked=asked))
+            held = "it has no KV in the cache just now"
+            unknown = target is None
+            pair = self._unknown(request, asked) if unknown else RecomputePair(request, why=held, asked=asked)
+            self._missed.append(pair)
             return
         name = f"{PREFIX}{next(self._numbers)}"
         why = self._engine.begin(name, request, target.tokens)
@@ -240,6 +255,12 @@ class Recomputes:
         self.live.add(name)
         if not asked and parked is None:
             self._credit -= target.tokens
+
+    def _unknown(self, request: str, asked: bool) -> RecomputePair:
+        """There is no such request: with names that may have been meant."""
+        running = [one.name for one in self._engine.running()]
+        alike = named_like(request, running)
+        return RecomputePair(request, why=SEVERAL if alike else UNKNOWN, asked=asked, names=alike or running)
 
     def _ends(self, one: Internal) -> str | None:
         """Why nothing comes of it any more, None if it goes on."""

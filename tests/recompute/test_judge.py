@@ -1,5 +1,7 @@
 """Requests that an engine has computed again in slots of the same pool, judged by pairs alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from canary_core import (
     RegionKind,
     Role,
     Touch,
+    Verification,
 )
 from canary_core.plugins import private_hooks
 from canary_core.testing import Findings
@@ -123,6 +126,120 @@ def test_garbage_of_fresh_requests_is_no_noise(garbage, tokens, pool):
     pool.tensors[2][pool.own[40:72]] *= -1
     assert pool.judge.judge(cached, computed).verdict == "differs"
     assert [(v.layer, v.position) for v in pool.findings.violations[found:]] == [(2, 40)]
+
+
+def scattered(pool: Pool, count: int, first: int = 48) -> str:
+    """The verdict on a request of which so many tokens of 32, every third one from ``first`` on, have another sign in
+    layer 2."""
+    cached, computed = pool.request(f"broken {count}")
+    pool.tensors[2][pool.own[first : first + 3 * count : 3]] *= -1
+    return pool.judge.judge(cached, computed).verdict
+
+
+def test_a_quarter_of_a_window_is_a_verdict(pool):
+    """Eight of 32 tokens far above what a single one is off by, between others that are right; seven are not. Said is
+    the error of the quarter, and the bound that it is above; medians are as of noise."""
+    pool.taught()
+    assert scattered(pool, 7) == "same"
+    assert scattered(pool, 8) == "differs"
+    (found,) = pool.findings.violations
+    assert (found.rule, found.layer, found.position) == ("attention", 2, 48)
+    assert "by 2 of its size in a quarter of 32 tokens or more, where noise is at most 0.0" in found.explanation
+    cached, computed = pool.request("everywhere")
+    pool.tensors[2][pool.own[::3]] *= -1
+    answer = pool.judge.judge(cached, computed)
+    assert [one.by_quarter for one in answer.layers] == [False, False, True, False]
+    assert answer.layers[2].worst < answer.layers[2].bound <= answer.layers[2].quarter_bound < 0.1
+    assert "a quarter 2 and more, noise up to 0.0" in answer.table()
+    cached, computed = pool.request("thinner before")
+    pool.tensors[2][pool.own[torch.tensor([5, 40, *range(70, 90, 2)])]] *= -1
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    assert [v.position for v in pool.findings.violations] == [48, 0, 5]
+    assert pool.findings.violations[-1].rule == "attention"
+    assert Verification.from_dict(answer.to_dict()).layers[2].by_quarter
+
+
+class Halves(Pool):
+    """Layer 0 of K and V, then one of K alone and another one of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        halves = [("k", 0), ("v", 0), ("k", 1), ("v", 1)]
+        sources = tuple(
+            replace(source, half=half, layer=layer)
+            for source, (half, layer) in zip(self.region.sources, halves, strict=True)
+        )
+        self.region = Region("kv", SLOTS, sources)
+        self.canary.close()
+        self.canary = Canary(self.regions(), self.canary.config, hooks=private_hooks(self.findings))
+        self.judge = RecomputeJudge(self.canary, lambda: ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"), [((2,), "half"), ((3,), "half"), ((0,), "half"), ((2, 3), "attention"), ((0, 1), "input")]
+)
+def test_one_of_k_and_v_alone_is_not_attentions_fault(broken, rule):
+    """Nor that of the layer's input. Where both are wrong, it is."""
+    pool = Halves()
+    pool.taught()
+    cached, computed = pool.request("broken")
+    for n in broken:
+        pool.tensors[n][pool.own[64:]] *= 1.3
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    (found,) = pool.findings.violations
+    assert (found.rule, found.position, found.layer) == (rule, 64, broken[0] // 2)
+    pool.canary.drain()
+    (incident,) = pool.canary.incidents
+    assert incident.diagnoses[0].name == f"other_{rule}"
+    assert ("from a right input" in found.explanation) == (rule == "half")
+    pool.canary.close()
+
+
+def test_half_that_is_hardly_more_off_than_the_other_is_not_taken_for_it_alone():
+    """V may be wrong as well, just below its bound."""
+    pool = Halves()
+    pool.taught()
+    cached, computed = pool.request("broken")
+    pool.tensors[2][pool.own[64:]] *= 1.08
+    pool.tensors[3][pool.own[64:]] *= 1.03
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    assert [v.rule for v in pool.findings.violations] == ["attention"]
+    pool.canary.close()
+
+
+@pytest.mark.parametrize(("again", "rule"), [(False, "weights"), (True, "everywhere")])
+def test_weights_that_were_changed_since_the_request_began_are_told(again, rule, pool):
+    """How, and after which step; not of a request that began, or was computed again, later."""
+    pool.taught()
+    cached, computed = pool.request("older")
+    pool.canary.writers.id("older")
+    pool.canary.step.weights_changed("update_weights_from_disk", since=12)
+    if again:
+        pool.canary.writers.again("older")
+    pool.tensors[1][pool.own] *= 1.3
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    (found,) = pool.findings.violations
+    said = "the weights were changed since it began (weights_changed 1, by update_weights_from_disk, after step 12)"
+    assert (found.rule, said in found.explanation) == (rule, not again)
+    pool.canary.drain()
+    (incident,) = pool.canary.incidents
+    assert incident.diagnoses[0].name == ("other_weights" if again else "changed_weights")
+
+
+def test_where_single_tokens_were_unlike_medians_alone_are_judged(pool):
+    """As where rounding sends a token to another expert: from that layer on. Layers before it are judged as ever."""
+    for n in range(8):
+        cached, computed = pool.request(f"fresh {n}")
+        if n == 3:
+            pool.tensors[2][pool.own[40]] *= -1
+        pool.judge.judge(cached, computed)
+    assert scattered(pool, 12) == "same"
+    cached, computed = pool.request("clean")
+    layers = pool.judge.judge(cached, computed).layers
+    assert [one.quarter_bound is None for one in layers] == [False, False, True, True]
+    pool.tensors[1][pool.own[::4]] *= -1
+    assert pool.judge.judge(cached, computed).verdict == "differs"
+    assert [(v.layer, v.position) for v in pool.findings.violations] == [(1, 0)]
 
 
 class Recurrent(Pool):
@@ -297,6 +414,18 @@ def test_states_are_compared_row_by_row(shape):
     pool.canary.close()
 
 
+def test_rows_of_states_are_judged_by_medians_alone():
+    """A third of the rows are others."""
+    pool = StatePool()
+    pool.taught()
+    cached, computed = pool.request("odd rows")
+    pool.held[3][:, ::3] *= -1
+    answer = pool.judge.judge(cached, computed)
+    assert answer.verdict == "same"
+    assert [one.quarter_bound for one in answer.layers if one.source == "ssm.1"] == [None]
+    pool.canary.close()
+
+
 @pytest.mark.parametrize("layer", [1, 2])
 def test_kv_is_named_before_a_state_of_the_same_layer(layer):
     """It has positions. Of layers behind the state's the first position is told with the state."""
@@ -390,6 +519,18 @@ def test_a_step_of_a_coarse_type_and_all_that_it_makes_behind_are_noise(coarse):
     assert answer.layers[0].bound < 0.001
     assert answer.layers[1].bound > 0.06
     assert len(coarse.findings.violations) == 1
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.1, "same"), (1.5, "differs")])
+def test_a_quarter_of_tokens_in_a_coarse_type_is_a_verdict_beyond_a_step(factor, verdict, coarse):
+    """Each number may fall to the next step in a token or other. Behind such a step, and in its own layer."""
+    coarse.taught()
+    for layer in (1, 2):
+        cached, computed = coarse.request("odd")
+        coarse.step(1, 3)
+        held, odd = coarse.tensors[layer], coarse.own[40:160:3]
+        held[odd] = (held[odd].float() * factor).to(held.dtype)
+        assert coarse.judge.judge(cached, computed).verdict == verdict
 
 
 def test_another_scale_of_a_coarse_type_is_found_behind_such_a_step_too(coarse):

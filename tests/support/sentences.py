@@ -38,7 +38,10 @@ VARIANTS = (
     {**KNOWN, "identity": "at positions 3 to 12 embeddings #0a1b2c3d", "stored_identity": "tokens"},
     {**KNOWN, "identity": "at position 9 the encoder's states #0a1b2c3d", "stored_identity": "the encoder's states #1"},
     *({**KNOWN, "rule": rule} for rule in ("nothing_came", "left_out", "another_sequence", "another_identity")),
-    *({**KNOWN, "rule": rule} for rule in ("input", "brought", "attention", "everywhere", "state", "values")),
+    *(
+        {**KNOWN, "rule": rule}
+        for rule in ("input", "brought", "attention", "everywhere", "half", "weights", "state", "values")
+    ),
     {**KNOWN, "stored_value": None, "token": None, "stored_token": None, "stored_position": 9},
     {
         **KNOWN,

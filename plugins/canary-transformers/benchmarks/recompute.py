@@ -104,7 +104,8 @@ def broken(dtype: torch.dtype) -> None:
                 finding = verified.guard.violations[-1]
                 first = next(one for one in wrong if one.source == finding.source)
                 found = f"{finding.source} from position {finding.position}, `{finding.rule}`"
-                where = f"{first.worst:.2g}", f"{first.bound:.2g}"
+                error, bound = (first.quarter, first.quarter_bound) if first.by_quarter else (first.worst, first.bound)
+                where = f"{error:.2g}", f"{bound:.2g}"
             print("|", " | ".join((what, name_of(dtype), found, *where)), "|", flush=True)
         verified.model.load_state_dict(kept)
         verified.guard.close()

@@ -57,7 +57,10 @@ def test_running_requests_are_verified_from_another_process(ranks, tmp_path):
             }
         unknown = verify("--request", "nobody")
         assert unknown.returncode == 2
-        assert unknown.stdout.count("nobody: unjudged, 0 tokens (it has no KV in the cache just now)") == ranks
+        assert (
+            unknown.stdout.count("nobody: unjudged, 0 tokens (no request of that name has KV in the cache just now")
+            == ranks
+        )
         assert "canary: there is no verdict on request 'nobody'; the reason stands beside it\n" in unknown.stderr
         assert engine.poll() is None
     finally:

@@ -35,11 +35,28 @@ OTHER_ATTENTION = Class(
     ),
 )
 
+OTHER_HALF = Class(
+    "other_half",
+    "K or V alone of a layer that was computed, rotated or scaled otherwise, from the right input",
+    (),
+    (
+        "Of K: compare the positions that the rotation was given, its base and its scaling, and a norm of K.",
+        "Of either: look at the weights, the adapter and the shard of its projection, and at the scale of its store.",
+    ),
+)
+
 OTHER_WEIGHTS = Class(
     "other_weights",
     "weights that are others than those the KV was computed with",
     (),
     ("Were weights or adapters loaded since the request began? Running requests and the prefix cache must go then.",),
+)
+
+CHANGED_WEIGHTS = Class(
+    "changed_weights",
+    "weights that were changed under KV computed with those from before",
+    (),
+    ("Running requests and the prefix cache must go where weights or adapters are loaded: does that call keep them?",),
 )
 
 OTHER_STATE = Class(
@@ -57,7 +74,9 @@ _BY_RULE = {
     "input": OTHER_INPUT,
     "brought": BROUGHT_KV,
     "attention": OTHER_ATTENTION,
+    "half": OTHER_HALF,
     "everywhere": OTHER_WEIGHTS,
+    "weights": CHANGED_WEIGHTS,
 }
 
 
@@ -92,13 +111,23 @@ KIND = FindingKind(
             when=lambda v: v.rule == "attention",
         ),
         Sentence(
+            "the KV of {reader} is not what the model computes from its tokens, from {position} on and in one of K and "
+            "V alone{different}: that half of {layer} was projected, rotated or scaled otherwise, from a right input.",
+            when=lambda v: v.rule == "half",
+        ),
+        Sentence(
+            "the KV of {reader} is not what the model computes from its tokens, from {position} on{different}: it was "
+            "computed with the weights from before.",
+            when=lambda v: v.rule == "weights",
+        ),
+        Sentence(
             "the KV of {reader} is nowhere what the model computes from its tokens{different}: it was computed with "
             "other weights, or all of it wrongly.",
         ),
     ),
     brings={Kind.RECOMPUTE: {Link.STEP, Link.REQUEST, Link.LAYER}},
     diagnose=_diagnose,
-    classes=(OTHER_INPUT, BROUGHT_KV, OTHER_ATTENTION, OTHER_WEIGHTS, OTHER_STATE),
+    classes=(OTHER_INPUT, BROUGHT_KV, OTHER_ATTENTION, OTHER_HALF, OTHER_WEIGHTS, CHANGED_WEIGHTS, OTHER_STATE),
     blame=Blame("hooks", "Recomputer.compute computes something else than the engine, or cached names other slots"),
     page=Page(
         wrong=Wrong.RECOMPUTED,
@@ -113,6 +142,8 @@ KIND = FindingKind(
         | `input` | layer 0 differs already, from some position on |
         | `brought` | the difference begins within what a hit, a fork, an arrival or a preemption brought |
         | `attention` | layer 0 is right, and others differ, from some position on |
+        | `half` | K or V of the first layer that differs is right, the other one is not, from some position on |
+        | `weights` | the weights were changed since the request began; `detail` says by what |
         | `everywhere` | all of it differs |
         | `state` | a recurrent state of `layer` differs, no KV up to there; `detail` has the position of KV behind |
         """,

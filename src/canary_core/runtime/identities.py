@@ -105,6 +105,11 @@ class Identities:
             self._changes.popitem(last=False)
         return self.weights
 
+    def told_change(self, number: int) -> str:
+        """A change of the weights in words, as `change_weights` was told of it."""
+        how, since = self._changes.get(number, ("", 0))
+        return f"weights_changed {number}{f', by {how}' if how else ''}{f', after step {since}' if since else ''}"
+
     def older(self, step: int, weights: int) -> bool:
         """Whether the forward ``step`` is known to have run before change ``weights``."""
         change = self._changes.get(weights)

@@ -154,6 +154,15 @@ class Writers:
         """Number of the last change of the weights, or of the adapter's content, when the request began."""
         return self._began.get(told(request), 0) if self._began else 0
 
+    def changed(self, request: str) -> str | None:
+        """The last change of the weights since the request began, or was computed again, in words; None for none, and
+        for a request that is not known."""
+        if not self.identities.weights or self.known(request) is None:
+            return None
+        identity = self.identities.of(self.anchor(request)) or Identity()
+        last = self.identities.weights_of(identity.lora)
+        return self.identities.told_change(last) if last > max(self.began(request), identity.weights) else None
+
     def go_on(self, request: str, began: int) -> None:
         """The request began with the weights ``began``, under another id or name, and goes on: what it reads may be of
         these or later ones."""

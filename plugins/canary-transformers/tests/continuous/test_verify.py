@@ -18,6 +18,7 @@ from tiny.verified import (
     NEW,
     PROMPT,
     Verified,
+    every_third_key,
     noisy_head,
     one_short,
     rope_after_a_hit,
@@ -44,7 +45,7 @@ def engine(guard: Callable[..., Any]) -> Iterator[Callable[..., Verified]]:
 @pytest.mark.parametrize(
     ("fault", "rule", "layer", "position", "diagnosis"),
     [
-        (rope_after_a_hit, "input", 0, HIT, "other_input"),
+        (rope_after_a_hit, "half", 0, HIT, "other_half"),
         # Few tokens of so small a model attend to the last key at all, so the first layer behind is hardly touched.
         (one_short, "attention", 2, PROMPT, "other_attention"),
         # Layer 0 has the window, and a decode is beyond it from its 36th token on.
@@ -79,6 +80,26 @@ def test_a_broken_forward_is_found(fault, rule, layer, position, diagnosis, engi
         assert "a hit brought its first 32 tokens" in found.explanation
     told = [event for event in verified.findings.told("diagnosis") if event.fields["diagnosis"] == diagnosis]
     assert told, [event.fields for event in verified.findings.told("diagnosis")]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_third_of_the_tokens_is_found(dtype, engine, monkeypatch):
+    """K of the last layer has another sign in every third token, so medians of tokens in a row see nothing."""
+    verified = engine(dtype=dtype)
+    verified.taught()
+    every_third_key(verified, monkeypatch)
+    for broken in (False, True):
+        verified.submit(f"broken {broken}", None, NEW)
+        verified.broken = broken
+        verified.step(48)
+        answer = verified.answer(f"broken {broken}")
+        assert answer.verdict == ("differs" if broken else "same"), answer.table()
+        verified.finish()
+    (found,) = [v for v in verified.guard.violations if v.kind is Kind.RECOMPUTE]
+    assert (found.layer, found.half) == (2, "k")
+    assert found.position <= 2
+    assert "by 2 of its size in a quarter of 32 tokens or more" in answer.finding
+    assert [one.source for one in answer.layers if one.by_quarter] == ["k.2"]
 
 
 def test_weights_changed_under_a_kept_cache_are_found(engine, monkeypatch):

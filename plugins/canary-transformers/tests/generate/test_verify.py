@@ -69,7 +69,7 @@ def test_weights_changed_in_the_middle_of_an_answer_are_found(kind, floats, answ
 @pytest.mark.parametrize("floats", ["float32", pytest.param("bfloat16", marks=BESIDE)])
 @pytest.mark.parametrize(
     ("fault", "rule", "layer"),
-    [(skipped_layer, "attention", 2), (shifted_positions, "input", 0)],
+    [(skipped_layer, "attention", 2), (shifted_positions, "half", 0)],
 )
 def test_a_later_call_that_is_broken_is_found(fault, rule, layer, floats, answers, monkeypatch):
     """Direct calls with the bytes as written: the second chunk of a prompt. The same without the fault is the same."""

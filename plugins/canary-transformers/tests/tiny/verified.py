@@ -1,6 +1,7 @@
 """`Verified`: an engine whose requests are computed again, and the ways to break its own forwards from outside."""
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
@@ -135,6 +136,21 @@ def weights_change(verified: Verified, patch: pytest.MonkeyPatch) -> None:
     """One matrix of layer 1 is scaled by 1 % under a running request."""
     with torch.no_grad():
         verified.model.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
+
+
+def every_third_key(verified: Verified, patch: pytest.MonkeyPatch) -> None:
+    """Every third token that the engine computes has keys of another sign in layer 2."""
+    project = verified.model.model.layers[2].self_attn.k_proj
+    compute, count = project.forward, itertools.count(1)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = compute(x)
+        if verified.acts:
+            signs = [-1.0 if next(count) % 3 == 0 else 1.0 for _ in range(made.shape[1])]
+            made = made * made.new_tensor(signs)[None, :, None]
+        return made
+
+    patch.setattr(project, "forward", forward)
 
 
 def rope_after_a_hit(verified: Verified, patch: pytest.MonkeyPatch) -> None:

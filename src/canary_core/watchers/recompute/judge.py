@@ -5,11 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
+
 from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.recomputer import CachedRequest, Computed, Touch
 from canary_core.records import Kind, Phase
 from canary_core.region import KVSource, Role
+from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
 from canary_core.watchers.recompute.bytes_look import BytesHost, BytesLook
 from canary_core.watchers.recompute.comparison import Comparing, Comparison
@@ -27,6 +30,8 @@ UNKNOWN = (
     "the noise of this engine is not known yet: more requests without a prefix hit, fork, arrival or preemption must "
     "be verified first"
 )
+ALONE = 4
+"""Ratio of the errors of K and V in a layer from which a wrong input of the layer is ruled out."""
 FARTHER = (
     "more of its tokens were decoded than of requests from which the noise of recurrent states is known: nothing "
     "differs as far as that is known"
@@ -42,6 +47,10 @@ class RecomputeHost(BytesHost, Protocol):
 
     config: CanaryConfig
     verifier: Verifier | None
+
+    @property
+    def writers(self) -> Writers:
+        """Names of requests, and the weights with which each began."""
 
     @property
     def forwards(self) -> int:
@@ -252,27 +261,32 @@ class RecomputeJudge:
         layers = []
         for one in errors:
             _, medians = one.windows()
-            for source, tokens, windows in zip(one.sources, one.values, medians, strict=True):
-                if windows.numel():
+            for source, tokens, *rows in zip(one.sources, one.values, medians, one.quarters(), strict=True):
+                if rows[0].numel():
                     bound = bounds.get((one.region, source.name))
-                    figures = float(tokens.median()), float(windows.max()), None if bound is None else bound.window
+                    most = None if bound is None else bound.window
+                    single = None if bound is None or bound.quarter == torch.inf else bound.quarter
+                    worst, quarter = (float(row.max()) for row in rows)
+                    figures = float(tokens.median()), worst, most, quarter, single
                     layers.append(LayerError(one.region, source.name, source.layer, len(tokens), *figures))
         return layers
 
     def _finding(self, cached: CachedRequest, first: "_Far", far: Sequence["_Far"]) -> Violation:
         """A finding about the first differing layer, at the first differing position."""
         about = self._about(cached, first.source, first.errors.region)
+        changed = self._canary.writers.changed(cached.request)
+        since = "" if changed is None else f"; the weights were changed since it began ({changed})"
         if first.errors.of_states:
             behind = min((one for one in far if not one.errors.of_states), key=_Far.order, default=None)
-            return replace(about, rule="state", detail=_detail(first.error, cached, "rows", behind))
+            return replace(about, rule="state", detail=_detail(first, cached, behind) + since)
         position, everywhere = first.begins()
         touch = next((touch for touch in cached.touches if position < touch.end), None)
         return replace(
             about,
             slot=int(cached.slots[first.errors.region][position]),
             position=position,
-            rule=_rule(first.error.layer, everywhere, touch),
-            detail=_detail(first.error, cached),
+            rule="weights" if changed is not None else _rule(first, everywhere, touch),
+            detail=_detail(first, cached) + since,
         )
 
     def _about(self, cached: CachedRequest, source: KVSource, region: str) -> Violation:
@@ -289,25 +303,36 @@ class RecomputeJudge:
         )
 
 
-def _rule(layer: int, everywhere: bool, touch: Touch | None) -> str:
+def _rule(first: "_Far", everywhere: bool, touch: Touch | None) -> str:
     """The likely sort of cause, see `canary_core.kinds.recompute`."""
     if touch is not None:
         return "brought"
     if everywhere:
         return "everywhere"
-    return "input" if layer == 0 else "attention"
+    if first.alone:
+        return "half"
+    return "input" if first.error.layer == 0 else "attention"
 
 
-def _detail(first: LayerError, cached: CachedRequest, rows: str = "tokens", behind: "_Far | None" = None) -> str:
+def _detail(far: "_Far", cached: CachedRequest, behind: "_Far | None" = None) -> str:
+    first, rows = far.error, "rows" if far.errors.of_states else "tokens"
     touched = "".join(f"; a {touch.what} brought its first {touch.end} tokens" for touch in cached.touches)
     if behind is not None:
         touched += f"; behind it {behind.error.source} differs from position {behind.begins()[0]} on"
     if cached.parked is not None:
         touched += f"; it has ended, and the prefix cache keeps {len(cached.tokens)} tokens of it"
+    error, of, most = first.worst, f"the median of {WINDOW_TOKENS} {rows}", first.bound
+    if first.by_quarter:
+        error, of, most = first.quarter, f"a quarter of {WINDOW_TOKENS} {rows} or more", first.quarter_bound
     return (
-        f"first in {first.source}, by {first.worst:.2g} of its size in the median of {WINDOW_TOKENS} {rows}, where "
-        f"noise is at most {first.bound or 0:.2g}{touched}"
+        f"first in {first.source}, by {error:.2g} of its size in {of}, where noise is at most {most or 0:.2g}{touched}"
     )
+
+
+def _excess(error: LayerError) -> float:
+    """By how many times the error is above its bound."""
+    single = error.quarter / (error.quarter_bound or 1) if error.by_quarter else 0.0
+    return max(error.worst / (error.bound or 1), single)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,16 +353,32 @@ class _Far:
         """Where its numbers are."""
         return self.errors.sources[self.column]
 
+    @property
+    def alone(self) -> bool:
+        """Whether only K, or only V, of the layer is wrong, so that the input of the layer is right."""
+        own, quarters = self.source, self.errors.quarters().amax(1).tolist()
+        others = [
+            error
+            for source, error in zip(self.errors.sources, quarters, strict=True)
+            if source.layer == own.layer and {source.half, own.half} == {"k", "v"}
+        ]
+        return bool(others) and ALONE * max(others) <= quarters[self.column]
+
     def order(self) -> tuple[float, ...]:
         """By layer; of one layer rather KV, which has positions."""
-        return self.error.layer, self.errors.of_states, -self.error.worst / (self.error.bound or 1)
+        return self.error.layer, self.errors.of_states, -_excess(self.error)
 
     def begins(self) -> tuple[int, bool]:
         """The first differing position, and whether all of it differs."""
         values, (starts, medians) = self.errors.values[self.column], self.errors.windows()
-        over = [starts[i] for i in (medians[self.column] > self.bound.window).nonzero()[:, 0].tolist()]
-        window = values[over[0] : over[0] + WINDOW_TOKENS]
+        far_medians = medians[self.column] > self.bound.window
+        far_windows = far_medians | (self.errors.quarters()[self.column] > self.bound.quarter)
+        over = int(far_windows.nonzero()[0])
+        if not far_medians[over]:
+            # Tokens of that sort may lie before, in windows with too few of them.
+            return self.errors.positions[int((values > self.bound.quarter).nonzero()[0])], False
+        window = values[starts[over] : starts[over] + WINDOW_TOKENS]
         # At least half of the window is over the bound of medians, if nothing is over that of a single token.
         far = window > (self.bound.token if bool((window > self.bound.token).any()) else self.bound.window)
-        at = over[0] + int(far.nonzero()[0])
-        return self.errors.positions[at], len(over) == len(starts) and at == 0
+        at = starts[over] + int(far.nonzero()[0])
+        return self.errors.positions[at], bool(far_medians.all()) and at == 0

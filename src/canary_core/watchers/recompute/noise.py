@@ -11,6 +11,8 @@ from canary_core.region import KVSource, Role
 
 WINDOW_TOKENS = 32
 """Tokens in a row whose median is judged: a single odd token is no verdict."""
+QUARTER_TOKENS = WINDOW_TOKENS // 4
+"""Tokens of a window that are a verdict, if each error is above the bound of a single token."""
 STRIDE = 8
 """Tokens from one window to the next."""
 
@@ -64,6 +66,15 @@ class Errors:
         """See `windows`."""
         return windows(self.values)
 
+    def quarters(self) -> Tensor:
+        """Of each window of `windows` the error that `QUARTER_TOKENS` of its tokens have at least, ``[sources,
+        windows]``."""
+        starts, medians = self.windows()
+        found = [
+            self.values[:, start : start + WINDOW_TOKENS].topk(QUARTER_TOKENS, 1).values[:, -1] for start in starts
+        ]
+        return torch.stack(found, 1) if found else medians
+
     def unlike(self) -> tuple[KVSource, int, float] | None:
         """Of the first layer with a median of `UNLIKE` or more: a source, the first such position, and the median."""
         starts, medians = self.windows()
@@ -74,6 +85,12 @@ class Errors:
                 return self.sources[row], self.positions[first], float(medians[row, far[0]])
         return None
 
+    def first_unlike(self) -> int:
+        """The first layer with a token of `UNLIKE` or more, rows of states aside. `NO_LAYER` for none."""
+        far = (self.values >= UNLIKE).any(1).tolist()
+        layers = (source.layer for source, one in zip(self.sources, far, strict=True) if one)
+        return NO_LAYER if self.of_states else min(layers, default=NO_LAYER)
+
     def like(self) -> list[tuple[KVSource, Tensor]]:
         """The errors below `UNLIKE` of each source. A token sent to another expert may have a larger one."""
         return [(source, tokens[tokens < UNLIKE]) for source, tokens in zip(self.sources, self.values, strict=True)]
@@ -81,10 +98,17 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Largest errors of a source that count as noise: of the median of a window, and of a single token."""
+    """Largest errors of a source that count as noise: of the median of a window, of a single token, and of a quarter of
+    a window (`Errors.quarters`); infinite where nothing is judged by a quarter."""
 
     window: float
     token: float
+    quarter: float = torch.inf
+
+    def wider(self, other: "Bound") -> "Bound":
+        """The larger bounds of both."""
+        pairs = (self.window, other.window), (self.token, other.token), (self.quarter, other.quarter)
+        return Bound(*map(max, pairs))
 
 
 def windows(values: Tensor) -> tuple[list[int], Tensor]:
@@ -110,6 +134,10 @@ class Noise:
     fresh request was above 0, the first layer may be off by as many steps as a rounding of the numbers before the
     store makes, and no more.
 
+    A quarter of a window is judged by the bound of a single token, in a coarse type by a step of all numbers at least.
+    It is not judged from the first layer on in which a token of a fresh request was `UNLIKE` noise, since where
+    rounding sends one token to another expert it may send several, and never in states.
+
     A recurrent state is rounded with each decoded token, and keeps these errors: of such models only as many decodes
     are judged as noise was learnt of (`reach`).
 
@@ -122,7 +150,7 @@ class Noise:
         self.tokens = self.requests = 0
         self.paired_tokens = self.paired_requests = self.equal_tokens = self.equal_requests = 0
         self._coarse = False
-        self._dense = NO_LAYER
+        self._dense = self._unlike = NO_LAYER
         self._decodes: list[int] = []
 
     @property
@@ -173,6 +201,8 @@ class Noise:
             self.equal_tokens += _most_tokens(pair)
         self._coarse = self._coarse or any(any(errors.roundoffs) for errors in pair)
         self._dense = min(self._dense, first_layer(pair, dense=True))
+        for errors in pair:
+            self._unlike = min(self._unlike, errors.first_unlike())
         found = [(errors.region, *one) for errors in pair for one in errors.like()]
         deepest: dict[str, float] = {}
         for region, source, tokens in sorted(found, key=lambda one: one[1].layer):
@@ -185,18 +215,23 @@ class Noise:
         """None for a source without any comparison. ``roundoff``: of `Errors.roundoffs`. ``first``: the first layer of
         the request with any error."""
         known = self._bounds.get((region, source.name))
-        if known is None or not roundoff:
-            return known
+        if known is None:
+            return None
+        quarters = source.role is not Role.STATE and source.layer < self._unlike
+        quarter = max(known.token, 2 * roundoff) if quarters else torch.inf
+        if not roundoff:
+            return replace(known, quarter=quarter)
         if source.layer <= first and source.layer < self._dense:
             # A change of all numbers by the rounding takes so large a share of them over to the next step, which is
             # twice the roundoff: the rounding by the step. The root of share times step squared:
             most = (self._least.window * 2 * roundoff) ** 0.5
-            return Bound(most, most)
-        return Bound(max(known.window, roundoff), max(known.token, roundoff))
+            return Bound(most, most, max(most, quarter))
+        return Bound(max(known.window, roundoff), max(known.token, roundoff), quarter)
 
     def widen(self, errors: Errors, margin: float) -> None:
         """Raises bounds to the largest ``errors`` times ``margin``."""
         margin *= STATES_MARGIN if errors.of_states else 1.0
+        self._unlike = min(self._unlike, errors.first_unlike())
         _, medians = errors.windows()
         for (source, tokens), windows in zip(errors.like(), medians, strict=True):
             if tokens.numel():
@@ -204,8 +239,7 @@ class Noise:
                 self._raise(errors.region, source, Bound(window, margin * float(tokens.max())))
 
     def _raise(self, region: str, source: KVSource, least: Bound) -> None:
-        known = self._bounds.get((region, source.name), self._least)
-        self._bounds[region, source.name] = Bound(max(known.window, least.window), max(known.token, least.token))
+        self._bounds[region, source.name] = self._bounds.get((region, source.name), self._least).wider(least)
 
 
 def _way(requests: int, most_requests: int, tokens: int, most_tokens: int) -> tuple[float, str]:

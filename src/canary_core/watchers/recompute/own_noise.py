@@ -52,11 +52,7 @@ class OwnNoise:
     def widened(self, bounds: Mapping[Key, Bound]) -> dict[Key, Bound]:
         """``bounds`` for this request: no error that its own computations have from each other differs."""
         own = _noise((*self.paths, *self.rounded), MARGIN)
-        wider = {}
-        for key, bound in bounds.items():
-            mine = own.get(key, bound)
-            wider[key] = Bound(max(bound.window, mine.window), max(bound.token, mine.token))
-        return wider
+        return {key: bound.wider(own.get(key, bound)) for key, bound in bounds.items()}
 
     def unexplained(self, errors: Sequence[Errors]) -> tuple[Key, float] | None:
         """Of ``errors`` of the cache the first source that is further off than the largest of random roundings times

@@ -18,7 +18,9 @@ OUTCOMES: tuple[str, ...] = ("same", "differs", "gone", *get_args(Reason))
 class LayerError:
     """Relative L2 errors of a source in a region. median: of all compared tokens; worst: the largest median of
     `WINDOW_TOKENS` tokens in a row; bound: the largest such median that counts as numerical noise, None before one is
-    learnt. Of a recurrent state: rows of numbers in the place of tokens."""
+    learnt. quarter: the largest error that a quarter of so many tokens have at least; quarter_bound: the largest one
+    of noise, None where only medians are judged. Of a recurrent state: rows of numbers in the place of
+    tokens."""
 
     region: str
     source: str
@@ -27,11 +29,20 @@ class LayerError:
     median: float
     worst: float
     bound: float | None
+    quarter: float = 0.0
+    quarter_bound: float | None = None
 
     @property
     def differs(self) -> bool:
         """Whether the error is none of the engine's own noise."""
-        return self.bound is not None and self.worst > self.bound
+        return (self.bound is not None and self.worst > self.bound) or self.by_quarter
+
+    @property
+    def by_quarter(self) -> bool:
+        """Whether the error of a quarter of the tokens is above the bound, and no median."""
+        if self.bound is None or self.quarter_bound is None or self.worst > self.bound:
+            return False
+        return self.quarter > self.quarter_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,10 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; None in the place of an error that is not finite."""
-        finite = [replace(one, median=_finite(one.median), worst=_finite(one.worst)) for one in self.layers]
+        finite = [
+            replace(one, median=_finite(one.median), worst=_finite(one.worst), quarter=_finite(one.quarter))
+            for one in self.layers
+        ]
         seen = self.attention
         if seen is not None:
             seen = replace(seen, median=_finite(seen.median), worst=_finite(seen.worst))
@@ -81,6 +95,8 @@ class Verification:
             lines.append(f"  bytes: {'not compared' if self.bytes is None else self.bytes.sentence}")
         for one in self.layers:
             bound = "" if one.bound is None else f", noise up to {one.bound:.2g}"
+            if one.by_quarter:
+                bound += f"; a quarter {one.quarter:.2g} and more, noise up to {one.quarter_bound:.2g}"
             mark = "  <-- differs" if one.differs else ""
             lines.append(f"  {one.region} {one.source}: median {one.median:.2g}, worst {one.worst:.2g}{bound}{mark}")
         seen = self.attention
@@ -102,7 +118,7 @@ class Verifier(Protocol):
 
 
 def _endless(plain: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float("inf") for name in ("median", "worst") if plain[name] is None}
+    return {name: float("inf") for name in ("median", "worst", "quarter") if plain.get(name, 0.0) is None}
 
 
 def _finite(error: float) -> Any:

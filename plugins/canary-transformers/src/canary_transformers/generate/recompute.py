@@ -27,6 +27,7 @@ from canary_core import (
     Recomputer,
     Region,
     Violation,
+    Writers,
     emit,
 )  # fmt: skip
 from canary_transformers import attention, recurrent, second_forward
@@ -155,6 +156,11 @@ class CacheRecomputer(Recomputer):
     def slots(self) -> Any:
         """Comparison of bytes beside forwards, in the present cache."""
         return self._canary.slots
+
+    @property
+    def writers(self) -> Writers:
+        """Names of requests, in the present cache."""
+        return self._canary.writers
 
     @property
     def backend(self) -> str:
