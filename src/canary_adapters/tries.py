@@ -16,8 +16,8 @@ class Tries(Generic[Key]):
     |-------------------------|------------------------------------------------------|------------------------------|
     | abort                   | end with an error                                    | stays                        |
     | quarantine              | are computed again, and keep their generated tokens  | leaves the prefix cache      |
-    | protect                 | so, if these were computed from KV that was compared | with all that was computed   |
-    |                         | before (`Verdict.stands`), or are none; else they end | from it                     |
+    | protect                 | so, if these are right (`Verdict.stands`; never with | with all that was computed   |
+    |                         | changed bytes), or are none; else they end           | from it                      |
 
     mode: that setting. counts: a mapping for the numbers of tries, by request or by its name.
     """

@@ -30,8 +30,8 @@ class Case(NamedTuple):
 
 class Protection(Quarantine):
     """A `Quarantine` whose requests get no token of the step with a finding. A request loses its slots, as in SGLang's
-    own retraction, and its KV does not enter the prefix cache. A request without tokens, or whose tokens are from KV
-    compared before (`Verdict.stands`), is queued again and keeps the tokens; any other ends with a retryable error.
+    own retraction, and its KV does not enter the prefix cache. A request without tokens, or whose tokens are right
+    (`Verdict.stands`), is queued again and keeps the tokens; any other ends with a retryable error.
     Nodes with the slot leave the prefix cache with all below.
 
     A finding may name the slot of a recurrent state. The slot's request is taken, however often the state was rewritten
