@@ -78,7 +78,7 @@ def test_bits_that_flip_anywhere_give_no_wrong_answer(launch, way, late):
     assert {name: served[name] for name in (*FINE, "lost", "emptied")} == FINE | {"lost": 0, "emptied": True}
     assert served["right"] + served["error"] == 14
     assert served["right"] > 4
-    assert served["recomputed"] > 0
+    assert served["recomputed"] + served["aborted"] > 0
 
 
 @pytest.mark.beyond_ci("an event for other engines whose tokens can't be withheld, in test_protection")

@@ -91,7 +91,7 @@ def test_bits_that_flip_anywhere_give_no_wrong_answer(launch, case):
     assert part(served, "wrong", "lost", "emptied") == FINE | {"wrong": 0, "lost": 0, "emptied": True}
     assert served["right"] > count // 3
     assert served["right"] + served["error"] == count
-    assert served["recomputed"] > 0
+    assert served["recomputed"] + served["aborted"] > 0
 
 
 @pytest.mark.beyond_ci("the storm, whose running requests end, too")
