@@ -3,10 +3,20 @@
 from collections.abc import Container, MutableMapping
 from typing import Generic, TypeVar
 
+from canary_core.errors import error_text
+
 MOST_TRIES = 2
 """How often one request is computed again, before an error ends the request: the fault stays."""
 
 Key = TypeVar("Key")
+
+
+def leaked(error: Exception) -> str:
+    """The reason of a ``quarantine_failed`` event after an ``error`` in acting on verdicts."""
+    return (
+        f"{error_text(error)}; tokens of this step may have been given out, although KV that they were computed from "
+        "was found to be wrong"
+    )
 
 
 class Tries(Generic[Key]):

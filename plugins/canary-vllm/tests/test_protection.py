@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from canary_vllm.actions.protection import Protection
 from vllm_on_cpu import guarded, parked_flips
 from vllm_on_cpu.engine import BLOCK, SmallEngine
 from vllm_on_cpu.late_verdicts import know_findings_with_tokens
@@ -210,6 +211,21 @@ def test_a_running_request_ends_with_an_error_where_its_tokens_may_be_wrong(engi
         assert small.pool.get_num_free_blocks() == free
         again = small.serve([PROMPT], 20, "after")
         assert (small.ends["after-0"], again) == ("length", small.serve([PROMPT], 20, "once more"))
+
+
+@ONLY
+def test_an_error_while_acting_says_that_tokens_may_have_left(engine, monkeypatch):
+    """The engine goes on, and whoever reads the event knows that an answer may be wrong."""
+    small = engine.small
+    with guarded.guard(small, on_violation="protect", read_check=-1) as guard:
+        begin(small, "ill", 2)
+        small.poke(0, "v", "ill", 1)
+        monkeypatch.setattr(Protection, "_evict", None)
+        finish(small)
+        reason = guard.findings.told("quarantine_failed")[0].fields["reason"]
+        assert reason.startswith("TypeError: ")
+        assert "tokens of this step may have been given out" in reason
+        assert small.ends["ill"] == "length"
 
 
 @ONLY

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from canary_adapters import Tries
+from canary_adapters import Tries, leaked
 from canary_core import Canary, CanaryConfig, RegionKind, Verdict, Violation, Writers, hookimpl
 from canary_sglang.actions.quarantine import Quarantine, Slots, States, about, message
 from canary_sglang.actions.ranks import Ranks
@@ -200,7 +200,7 @@ class Protection(Quarantine):
             self._evict(scheduler, cases)
         except Exception as error:
             # In log mode the engine goes on whatever happens.
-            self._tell("quarantine_failed", {"reason": repr(error)}, "error")
+            self._tell("quarantine_failed", {"reason": leaked(error)}, "error")
         return taken
 
     def _agreed(self) -> list[Case]:
