@@ -13,11 +13,11 @@ from pydantic import (
     PlainSerializer,
     PrivateAttr,
     ValidationError,
-    field_validator,
 )
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from canary_core.config.faults import readable_faults
+from canary_core.config.plain import PlainSettings
 from canary_core.config.profiles import Profile, ProfileSource
 from canary_core.config.values import (
     MOST_BYTES,
@@ -47,7 +47,7 @@ AUDITED_FORWARDS = 4
 _MOST_SLOTS = (1 << 31) - 1
 
 
-class CanaryConfig(BaseSettings):
+class CanaryConfig(PlainSettings):
     """Frozen settings. Each field is read from ``CANARY_<NAME>``; an argument wins over the environment, and both win
     over the ``profile``.
 
@@ -422,11 +422,6 @@ class CanaryConfig(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, the environment, the profile."""
         return init_settings, env_settings, ProfileSource(settings_cls)
-
-    @field_validator("plugins", "ledger_private", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        return tuple(p.strip() for p in value.split(",") if p.strip()) if isinstance(value, str) else value
 
     @classmethod
     def readable(cls) -> "CanaryConfig":

@@ -5,6 +5,8 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 from pydantic_settings import PydanticBaseSettingsSource
 
+from canary_core.config.plain import choice
+
 Profile = Literal["watch", "hunt", "ci"]
 
 HUNT: dict[str, Any] = {
@@ -49,6 +51,6 @@ class ProfileSource(PydanticBaseSettingsSource):
 
     def _values(self) -> dict[str, Any]:
         given = self.current_state
-        profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
-        acting = PROTECT if given.get("on_violation") == "protect" else {}
+        profile = choice(given.get("profile", "hunt" if choice(given.get("mode")) == "raise" else "watch"))
+        acting = PROTECT if choice(given.get("on_violation")) == "protect" else {}
         return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {}), **acting}
