@@ -22,8 +22,7 @@ MISLED = frozenset(
 """Findings of a request whose forward was given something wrong; no slot is to blame."""
 
 UNDATED = frozenset({Kind.BYTES, Kind.READ_LENGTH, Kind.READ_TABLE, Kind.RECOMPUTE, Kind.ATTENTION})
-"""Kinds that forwards before may have had, too: looked for now and then only, or, as bytes that change between the
-comparison and attention, too late for a forward."""
+"""Kinds that the forward before may have had: looked for now and then, or before attention, when bytes may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,8 @@ class Verdict:
 
     finding: the reason, None where findings were lost: then any KV may be wrong. spoiled: the slot's content is wrong
     for every reader, not for the request of the finding alone. stands: all that was given out before the forward
-    of the finding is right, so that a request may go on from there. Never so with changed bytes: a byte may have
-    changed within the forward before, after the comparison and before attention read it.
+    of the finding is right, so that a request may go on from there. Never with changed bytes: they
+    may have changed within the forward before, after the comparison and before attention.
     """
 
     finding: Violation | None
@@ -43,8 +42,7 @@ class Verdict:
     @classmethod
     def of(cls, finding: Violation, config: CanaryConfig, late: bool = False) -> "Verdict | None":
         """The verdict of ``finding``; None where no answer is in doubt, as for a slot freed twice. ``config``: says
-        whether each forward checks all that it reads. ``late``: later steps may have given out tokens since, as on a
-        GPU."""
+        whether all reads are checked. ``late``: later steps may have given out tokens since, as on a GPU."""
         kind = finding.kind
         if kind not in SPOILED | MISPLACED | MISLED or (kind is Kind.NON_FINITE and finding.position is None):
             return None

@@ -13,12 +13,12 @@ from pydantic import (
     PlainSerializer,
     PrivateAttr,
     ValidationError,
+    field_validator,
 )
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from canary_core.config.faults import readable_faults
-from canary_core.config.plain import PlainSettings
-from canary_core.config.profiles import Profile, ProfileSource
+from canary_core.config.profiles import Profile, ProfileSource, plain
 from canary_core.config.values import (
     MOST_BYTES,
     LayerShare,
@@ -47,7 +47,7 @@ AUDITED_FORWARDS = 4
 _MOST_SLOTS = (1 << 31) - 1
 
 
-class CanaryConfig(PlainSettings):
+class CanaryConfig(BaseSettings):
     """Frozen settings. Each field is read from ``CANARY_<NAME>``; an argument wins over the environment, and both win
     over the ``profile``.
 
@@ -422,6 +422,11 @@ class CanaryConfig(PlainSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, the environment, the profile."""
         return init_settings, env_settings, ProfileSource(settings_cls)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: object, info: Any) -> object:
+        return plain(value, cls.model_fields[info.field_name].annotation)
 
     @classmethod
     def readable(cls) -> "CanaryConfig":

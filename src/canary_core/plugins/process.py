@@ -79,7 +79,7 @@ def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
             raise PluginError("; ".join(errors))
         return started
     except CanaryError as error:
-        _plugins().tell_failed_start(str(error), _mode(config))
+        _plugins().tell_failed_start(str(error), config)
         raise
 
 
@@ -103,15 +103,10 @@ def start_for(plugin: str) -> None:
         elif plugin in as_installed(config.plugins, [plugin]) or not_installed(config.plugins, entry_points()):
             start(config)
     except CanaryError as error:
-        _plugins().tell_failed_start(str(error), _mode(config))
-        if _mode(config) == "raise":
+        _plugins().tell_failed_start(str(error), config)
+        if (config or CanaryConfig.readable()).mode == "raise":
             raise SystemExit(f"canary: {error}") from error
         raise
-
-
-def _mode(config: CanaryConfig | None) -> str:
-    """The mode, also where another setting is bad."""
-    return (config or CanaryConfig.readable()).mode
 
 
 def require_engine(

@@ -151,15 +151,15 @@ class Plugins:
         self._tell_untested(plugin.name, plugin.engine, config.audit)
         return config
 
-    def tell_failed_start(self, error: str, mode: str) -> None:
-        """A ``start_failed`` event, once for each ``error``: several entry points of one process may find the same. It
-        says that the engine is unguarded, unless raise mode keeps the engine from starting."""
+    def tell_failed_start(self, error: str, config: CanaryConfig | None) -> None:
+        """A ``start_failed`` event, once for each ``error``. Says that the engine is unguarded, unless in raise mode."""
         with self._lock:
             known = error in self._failures
             self._failures.add(error)
         if not known:
-            unguarded = "" if mode == "raise" else "; until that is corrected the engine runs unguarded"
-            self.emit(Event("start_failed", "error", {"error": error + unguarded}))
+            if (config or CanaryConfig.readable()).mode != "raise":
+                error += "; until that is corrected the engine runs unguarded"
+            self.emit(Event("start_failed", "error", {"error": error}))
 
     def tell_unknown_settings(self, only_near: bool = False) -> None:
         """An ``unknown_setting`` event for each variable ``CANARY_*`` without a setting; a second call reports only new

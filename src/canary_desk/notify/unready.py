@@ -20,7 +20,7 @@ class Unready:
     """Makes the file ``path`` after ``after`` incidents within ten minutes, or after one and a flood of findings, as of
     a bad memory chip. A readiness probe looks for the file, whose content is the reason and the time. The file stays
     until somebody removes it, or until a Canary starts after the end of the maker's process. A failure is told
-    (``unready_failed``), at the start one that can be known then."""
+    (``unready_failed``), at the start, too."""
 
     def __init__(self, path: str, after: int, tell: Callable[[Event], None]) -> None:
         self._path = Path(path)
@@ -49,7 +49,7 @@ class Unready:
         self._tell(Event("unready", "error", {"reason": reason, "file": str(self._path)}))
 
     def _write(self, fields: dict[str, object]) -> Path:
-        """Writes a file beside the one that a probe looks for, in a folder that is made if there is none."""
+        """Writes a file into the folder of the probe's file, and makes the folder if there is none."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
