@@ -10,8 +10,7 @@ SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE, Kind.ARRIVAL,
 """Findings of a slot whose content is wrong for every reader."""
 
 MISPLACED = frozenset({Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED})
-"""Findings of a slot whose content is wrong for its reader, perhaps through the prefix cache, and may be right for
-others."""
+"""Findings of a slot whose content is wrong for its reader, and perhaps right for others, as in the prefix cache."""
 
 MISLED = frozenset(
     {
@@ -30,9 +29,8 @@ class Verdict:
     """KV that may not be served.
 
     finding: the reason, None where findings were lost: then any KV may be wrong. spoiled: the slot's content is wrong
-    for every reader, not for the request of the finding alone. stands: all that was given out before the forward
-    of the finding is right, so that a request may go on from there. Never with changed bytes: they
-    may have changed within the forward before, after the comparison and before attention.
+    for every reader. stands: all that was given out before the forward of the finding is right, so that a request may
+    go on from there; never with changed bytes, which attention may have read.
     """
 
     finding: Violation | None
