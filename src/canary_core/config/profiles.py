@@ -43,8 +43,7 @@ def plain(value: object, kind: object) -> object:
 
 
 class ProfileSource(PydanticBaseSettingsSource):
-    """Settings source of last resort: the profile's values for everything left open by arguments and environment. Raise
-    mode without a profile is for tests, where nobody waits for a round of the scrub, and gets the scrub of ``hunt``."""
+    """Settings source of last resort: the profile's values; raise mode without one, as in tests, has those of hunt."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         """The profile's value of one field, None where the profile has none."""
@@ -54,5 +53,5 @@ class ProfileSource(PydanticBaseSettingsSource):
         """All values of the profile; empty for an unknown profile, reported by validation."""
         given = {name: plain(value, Profile) for name, value in self.current_state.items()}
         profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
-        acting = PROTECT if given.get("on_violation") == "protect" else {}
-        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {}), **acting}
+        values = {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {})}
+        return values | PROTECT if given.get("on_violation") == "protect" else values
