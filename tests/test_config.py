@@ -132,6 +132,22 @@ def test_one_dial(environment, expected, monkeypatch):
     assert (*found, c.read_interval, c.audit) == expected
 
 
+def test_choices_may_be_written_in_any_case_and_with_blanks_around(monkeypatch):
+    """Also where the choice sets other settings; names of plugins and paths are left as they are."""
+    written = {
+        "ON_VIOLATION": " PROTECT ",
+        "MODE": "Log",
+        "PROFILE": "HUNT ",
+        "BYTES": "ALL",
+        "UNREADY_FILE": "/Tmp/A ",
+    }
+    for name, value in written.items():
+        monkeypatch.setenv(f"CANARY_{name}", value)
+    c = CanaryConfig.load(plugins="vLLM, sglang")
+    assert (c.on_violation, c.mode, c.profile, c.bytes, c.unready_file) == ("protect", "log", "hunt", "all", "/Tmp/A ")
+    assert (c.plugins, c.hit_check, c.read_check) == (("vLLM", "sglang"), True, -1)
+
+
 def test_an_argument_wins_over_the_profile(monkeypatch):
     """As over the environment."""
     monkeypatch.setenv("CANARY_PROFILE", "ci")

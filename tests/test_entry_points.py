@@ -57,9 +57,19 @@ def test_a_plugin_that_is_not_installed_is_told_by_whatever_engine_starts(plugin
 def test_in_raise_mode_the_engine_does_not_start():
     """A test that was to run guarded must not pass unguarded."""
     told, _, done = entered(CANARY_PLUGINS="vlm", CANARY_MODE="raise")
-    assert "start_failed" in told
+    assert "unguarded" not in told["start_failed"]["error"]
     assert "canary: CANARY_PLUGINS names 'vlm'" in done.stderr
     assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("mode", ["log", " RAISE"])
+def test_a_misspelt_value_is_told_as_an_engine_that_is_not_guarded(mode):
+    """``CANARY_ON_VIOLATION=protct``: whoever reads the line must know that nothing is protected. In raise mode the
+    engine does not start."""
+    *_, done = entered(CANARY_PLUGINS="vllm", CANARY_ON_VIOLATION="protct", CANARY_MODE=mode)
+    (told,) = [line for line in done.stderr.splitlines() if "start_failed" in line]
+    assert "CANARY_ON_VIOLATION: Input should be 'report'" in told
+    assert ("runs unguarded" in told, "the engine goes on" in done.stdout) == (mode == "log", mode == "log")
 
 
 @pytest.mark.parametrize("name", ["vLLM", "SGLANG, vllm"])

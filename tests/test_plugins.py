@@ -567,6 +567,7 @@ def test_a_failed_start_is_never_silent(variable, value, error, monkeypatch, log
         plugins.start()
     assert [e["event"] for e in logs] == ["start_failed"]
     assert value in logs[0]["error"]
+    assert logs[0]["error"].endswith("; until that is corrected the engine runs unguarded")
 
 
 @pytest.mark.usefixtures("fresh_process")

@@ -77,7 +77,7 @@ def test_a_verdict_comes_as_often_as_the_slot_is_found_to_be_wrong():
     assert len(guarded.violations) == 1
     assert len(acting.verdicts) == 3
     (verdict, *_) = acting.verdicts
-    assert (verdict.slot, verdict.spoiled, verdict.stands) == (guarded.violations[0].slot, True, True)
+    assert (verdict.slot, verdict.spoiled, verdict.stands) == (guarded.violations[0].slot, True, False)
 
 
 def test_a_dismissed_finding_has_no_verdict():
@@ -126,7 +126,7 @@ def test_one_who_acts_and_fails_is_told_and_the_engine_goes_on():
     [
         (Kind.BYTES, Phase.SCRUB, {}, False),
         (Kind.BYTES, Phase.EVENT, {}, False),
-        (Kind.BYTES, Phase.PRE_FORWARD, {"read_check": -1}, True),
+        (Kind.BYTES, Phase.PRE_FORWARD, {"read_check": -1}, False),
         (Kind.BYTES, Phase.PRE_FORWARD, {"read_check": 64}, False),
         (Kind.PREFIX, Phase.PRE_FORWARD, {}, True),
         (Kind.PREFIX, Phase.PRE_FORWARD, {"check_budget": 64}, False),
@@ -135,8 +135,9 @@ def test_one_who_acts_and_fails_is_told_and_the_engine_goes_on():
         (Kind.READ_TABLE, Phase.PRE_FORWARD, {}, False),
     ],
 )
-def test_what_was_given_out_before_stands_only_where_every_read_was_compared(kind, phase, settings, stands):
-    """A scrub that finds a slot wrong says nothing of when it changed."""
+def test_what_was_given_out_before_stands_where_no_forward_before_can_have_read_it(kind, phase, settings, stands):
+    """Bytes that are found to have changed may have changed within the forward before, after they were compared and
+    before attention read them."""
     verdict = Verdict.of(finding(kind, phase), CanaryConfig.load(on_violation="protect", **settings))
     assert verdict is not None
     assert verdict.stands is stands
@@ -144,10 +145,9 @@ def test_what_was_given_out_before_stands_only_where_every_read_was_compared(kin
 
 def test_a_verdict_that_comes_late_lets_no_token_stand():
     """On a GPU the host reads findings steps later: tokens may have been given out since."""
-    config = CanaryConfig.load(on_violation="protect", read_check=-1)
-    verdict = Verdict.of(finding(phase=Phase.PRE_FORWARD), config, late=True)
-    assert verdict is not None
-    assert not verdict.stands
+    config, lost = CanaryConfig.load(on_violation="protect"), finding(Kind.LOST_WRITE, Phase.POST_FORWARD)
+    verdicts = [Verdict.of(lost, config, late) for late in (False, True)]
+    assert [verdict is not None and verdict.stands for verdict in verdicts] == [True, False]
 
 
 def test_protect_compares_hits_and_reads_every_forward_unless_told_otherwise(monkeypatch):

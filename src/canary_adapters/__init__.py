@@ -68,7 +68,7 @@ from canary_adapters.tables import block_table, ragged_table, ring_table, slot_t
 from canary_adapters.telling import Telling
 from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknown_tokens
 from canary_adapters.touched_requests import TouchedRequests
-from canary_adapters.tries import Tries
+from canary_adapters.tries import Tries, leaked
 from canary_adapters.under_way import UnderWay
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
@@ -182,6 +182,7 @@ __all__ = [
     "kv_layers",
     "kv_scales",
     "layer_numbers",
+    "leaked",
     "lmcache_storage",
     "mark",
     "media_number",

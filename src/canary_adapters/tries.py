@@ -3,10 +3,20 @@
 from collections.abc import Container, MutableMapping
 from typing import Generic, TypeVar
 
+from canary_core.errors import error_text
+
 MOST_TRIES = 2
 """How often one request is computed again, before an error ends the request: the fault stays."""
 
 Key = TypeVar("Key")
+
+
+def leaked(error: Exception) -> str:
+    """The reason of a ``quarantine_failed`` event after an ``error`` in acting on verdicts."""
+    return (
+        f"{error_text(error)}; tokens of this step may have been given out, although KV that they were computed from "
+        "was found to be wrong"
+    )
 
 
 class Tries(Generic[Key]):
@@ -16,8 +26,8 @@ class Tries(Generic[Key]):
     |-------------------------|------------------------------------------------------|------------------------------|
     | abort                   | end with an error                                    | stays                        |
     | quarantine              | are computed again, and keep their generated tokens  | leaves the prefix cache      |
-    | protect                 | so, if these were computed from KV that was compared | with all that was computed   |
-    |                         | before (`Verdict.stands`), or are none; else they end | from it                     |
+    | protect                 | so, if these are right (`Verdict.stands`; never with | with all that was computed   |
+    |                         | changed bytes), or are none; else they end           | from it                      |
 
     mode: that setting. counts: a mapping for the numbers of tries, by request or by its name.
     """

@@ -14,7 +14,8 @@ from canary_adapters.block_events import BlockGroup
 from canary_core import Phase, Verdict
 
 PIPE_BYTES = 1 << 20
-"""Room for some thousands of verdicts not taken yet by the scheduler. Further ones become one verdict for all KV."""
+"""Room for some thousands of verdicts not taken yet by the scheduler. Further ones become one verdict for all KV, with
+those that are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class VerdictPipe:
             self._folder.rmdir()
 
     def take(self) -> list[BlockVerdict]:
-        """The verdicts since the last call, by a read that never waits."""
+        """The verdicts since the last call, by a read that never waits. With one for all KV where the pipe may have
+        been full, so that others were lost."""
         found = []
         while not self._over:
             try:
@@ -107,7 +109,19 @@ class VerdictPipe:
         if not found:
             return []
         *lines, self._rest = (self._rest + b"".join(found)).split(b"\n")
-        return [_read(json.loads(line)) for line in lines]
+        verdicts = [_read(json.loads(line)) for line in lines]
+        # The kernel begins a page for a line that the last one has no room for. So any two pages of a full pipe have
+        # more than one page of lines, unless a single page is all that it has.
+        if sum(map(len, found)) >= self._size // 2:
+            verdicts.append(BlockVerdict("findings_lost"))
+        return verdicts
+
+    @property
+    def _size(self) -> int:
+        try:
+            return fcntl.fcntl(self._end, fcntl.F_GETPIPE_SZ)
+        except (OSError, AttributeError):
+            return PIPE_BYTES
 
     def close(self) -> None:
         """Ends the scheduler's side."""
@@ -188,27 +202,18 @@ class VerdictPost:
 
     def __init__(self, path: str) -> None:
         self._end = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        self._lost = False
 
     def put(self, verdict: BlockVerdict) -> None:
-        """Sends ``verdict``, ready for the scheduler's process when the call returns. Never waits: after a full pipe,
-        the next verdict sent is one for all KV."""
-        try:
-            if self._lost:
-                self._write(BlockVerdict("findings_lost"))
-                self._lost = False
-            self._write(verdict)
-        except BlockingIOError:
-            self._lost = True
+        """Sends ``verdict``, ready for the scheduler's process when the call returns. Never waits: of a full pipe the
+        scheduler's side takes a verdict for all KV."""
+        with contextlib.suppress(BlockingIOError):
+            # A line shorter than PIPE_BUF is written as a whole, or not at all.
+            os.write(self._end, json.dumps(asdict(verdict)).encode() + b"\n")
 
     def close(self) -> None:
         """Ends the worker's side."""
         with contextlib.suppress(OSError):
             os.close(self._end)
-
-    def _write(self, verdict: BlockVerdict) -> None:
-        # A line shorter than PIPE_BUF is written as a whole, or not at all.
-        os.write(self._end, json.dumps(asdict(verdict)).encode() + b"\n")
 
 
 def _read(line: Mapping[str, object]) -> BlockVerdict:

@@ -10,8 +10,7 @@ SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE, Kind.ARRIVAL,
 """Findings of a slot whose content is wrong for every reader."""
 
 MISPLACED = frozenset({Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED})
-"""Findings of a slot whose content is wrong for its reader, perhaps through the prefix cache, and may be right for
-others."""
+"""Findings of a slot whose content is wrong for its reader, and perhaps right for others, as in the prefix cache."""
 
 MISLED = frozenset(
     {
@@ -21,8 +20,8 @@ MISLED = frozenset(
 )  # fmt: skip
 """Findings of a request whose forward was given something wrong; no slot is to blame."""
 
-NOW_AND_THEN = frozenset({Kind.READ_LENGTH, Kind.READ_TABLE, Kind.RECOMPUTE, Kind.ATTENTION})
-"""Kinds looked for now and then only: forwards before may have had the same fault."""
+UNDATED = frozenset({Kind.BYTES, Kind.READ_LENGTH, Kind.READ_TABLE, Kind.RECOMPUTE, Kind.ATTENTION})
+"""Kinds that the forward before may have had: looked for now and then, or before attention, when bytes may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,8 @@ class Verdict:
     """KV that may not be served.
 
     finding: the reason, None where findings were lost: then any KV may be wrong. spoiled: the slot's content is wrong
-    for every reader, not for the request of the finding alone. stands: all that was given out before the forward
-    of the finding was computed from KV that was compared before, so that a request may go on from there.
+    for every reader. stands: all that was given out before the forward of the finding is right, so that a request may
+    go on from there; never with changed bytes, which attention may have read.
     """
 
     finding: Violation | None
@@ -41,15 +40,12 @@ class Verdict:
     @classmethod
     def of(cls, finding: Violation, config: CanaryConfig, late: bool = False) -> "Verdict | None":
         """The verdict of ``finding``; None where no answer is in doubt, as for a slot freed twice. ``config``: says
-        what is compared before a read. ``late``: later steps may have given out tokens since, as on a GPU."""
+        whether all reads are checked. ``late``: later steps may have given out tokens since, as on a GPU."""
         kind = finding.kind
         if kind not in SPOILED | MISPLACED | MISLED or (kind is Kind.NON_FINITE and finding.position is None):
             return None
-        if kind is Kind.BYTES:
-            stands = finding.phase is Phase.PRE_FORWARD and config.read_check == -1
-        else:
-            stands = kind not in NOW_AND_THEN and (finding.phase is not Phase.PRE_FORWARD or config.check_budget == 0)
-        return cls(finding, kind in SPOILED, stands and not late)
+        at_once = kind not in UNDATED and (finding.phase is not Phase.PRE_FORWARD or config.check_budget == 0)
+        return cls(finding, kind in SPOILED, at_once and not late)
 
     @property
     def slot(self) -> int | None:

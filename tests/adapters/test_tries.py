@@ -1,6 +1,6 @@
 """`Tries`: whether a request with wrong KV is computed again."""
 
-from canary_adapters import Tries
+from canary_adapters import Tries, leaked
 
 
 def test_protect_computes_again_twice_what_is_right_so_far():
@@ -26,3 +26,9 @@ def test_findings_of_tokens_that_were_taken_back_are_known():
     tries.began("a")
     assert "a" in tries
     assert [tries.again("a", stands=True) for _ in range(3)] == [True, True, False]
+
+
+def test_an_error_while_acting_says_what_may_have_left():
+    """Whoever reads it has to know that an answer may be wrong."""
+    reason = leaked(RuntimeError("no scheduler"))
+    assert reason.startswith("RuntimeError: no scheduler; tokens of this step may have been given out")

@@ -1,5 +1,6 @@
 """`verdict_pipe`: what a worker finds is known in the scheduler's process when it gives its output out."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -64,18 +65,33 @@ def test_a_pipe_that_nobody_can_write_to_is_not_read_again(pipe, monkeypatch):
     assert pipe.take() == []
 
 
-def test_a_full_pipe_makes_nobody_wait_and_puts_all_kv_in_doubt(pipe):
-    """A storm that the scheduler does not take: what has no room becomes one verdict for everything."""
-    post = VerdictPost(pipe.path)
-    for _ in range(12000):
-        post.put(BAD)
-    first = pipe.take()
-    assert 400 < len(first) < 12000
-    assert set(first) == {BAD}
-    post.put(BAD)
-    lost, last = pipe.take()
+@pytest.mark.parametrize("name", ["request 7", "r" * 1800, "r" * 3000])
+@pytest.mark.parametrize("size", [None, 1 << 16, 1 << 13])
+def test_a_full_pipe_makes_nobody_wait_and_puts_all_kv_in_doubt(pipe, size, name):
+    """A storm of several workers that the scheduler does not take: what has no room becomes one verdict for everything,
+    told at once, whatever the lengths of the lines and the pipe's size. After that verdicts are told as before."""
+    if size is not None:
+        fcntl.fcntl(pipe._end, fcntl.F_SETPIPE_SZ, size)
+    posts, bad = [VerdictPost(pipe.path) for _ in range(8)], replace(BAD, request=name)
+    for _ in range(1500):
+        for post in posts:
+            post.put(bad)
+    *first, lost = pipe.take()
+    assert 0 < len(first) < 12000
+    assert set(first) == {bad}
     assert lost.everything
-    assert last == BAD
+    posts[0].put(BAD)
+    assert pipe.take() == [BAD]
+    for post in posts:
+        post.close()
+
+
+def test_a_pipe_with_room_loses_nothing(pipe):
+    """A thousand verdicts are what they are."""
+    post = VerdictPost(pipe.path)
+    for _ in range(1000):
+        post.put(BAD)
+    assert pipe.take() == [BAD] * 1000
     post.close()
 
 

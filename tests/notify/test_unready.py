@@ -12,6 +12,7 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_core.guard.reporting.budget import PROCESS
+from canary_desk.notify.unready import Unready
 
 
 def told(findings, name):
@@ -94,6 +95,19 @@ def test_a_start_removes_what_an_ended_process_has_left(tmp_path):
         file.write_text(kept)
         Guarded(unready_file=str(file)).canary.close()
         assert file.read_text() == kept
+
+
+@pytest.mark.parametrize("place", ["", "file/unready", "link/unready"])
+def test_a_place_where_it_cannot_be_made_is_told_at_the_start(tmp_path, place):
+    """A folder, below a file, in a folder that can't be made: once, before it is needed. A good place is left empty."""
+    tmp_path.joinpath("file").write_text("")
+    tmp_path.joinpath("link").symlink_to("/proc/nope")
+    events = []
+    Unready(str(tmp_path / place), 1, events.append)
+    assert [(event.name, event.level) for event in events] == [("unready_failed", "warning")]
+    Unready(str(tmp_path / "new" / "unready"), 1, events.append)
+    assert len(events) == 1
+    assert list(tmp_path.joinpath("new").iterdir()) == []
 
 
 def test_what_fails_is_told_and_the_engine_goes_on(tmp_path):

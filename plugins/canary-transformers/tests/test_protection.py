@@ -128,15 +128,45 @@ def test_a_hit_on_changed_kv_is_computed_again_and_others_go_on(served, asynchro
 
 @needs_pool
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
-def test_a_running_request_keeps_its_tokens_where_all_reads_are_compared(served, model):
-    """Every token so far was computed from KV that had been compared; also where groups of layers share blocks."""
-    engine = served(model, read_check=-1)
+@pytest.mark.parametrize("mode", ["protect", "quarantine"])
+def test_what_changes_in_a_running_request_where_all_reads_are_compared(served, model, mode):
+    """The slot may have changed within the forward before, after it was compared: a streaming request ends with an
+    error that has no token; with quarantine it is computed again, and keeps its tokens. Also where groups of layers
+    share blocks."""
+    engine = served(model, read_check=-1, on_violation=mode)
     engine.begin("ill", tokens=5)
-    given = list(engine.session.answer("ill"))
     engine.session.poke(1, "k", "ill", 5)
-    assert engine.finish()["ill"] == engine.right[0]
-    assert given == engine.right[0][: len(given)]
-    assert engine.acted == {"recomputed": ["ill"], "aborted": []}
+    answer = engine.finish()["ill"]
+    if mode == "protect":
+        assert (answer, "try again" in engine.session.error("ill")) == ([], True)
+        assert engine.acted == {"recomputed": [], "aborted": ["ill"]}
+    else:
+        assert answer == engine.right[0]
+        assert engine.acted == {"recomputed": ["ill"], "aborted": []}
+
+
+@needs_pool
+@pytest.mark.parametrize("streaming", [False, True])
+def test_no_wrong_answer_from_kv_that_changes_within_a_forward(served, streaming):
+    """All reads are compared, and a slot changes after that, before attention reads it. A streaming request ends with
+    an error; another one begins again with its prompt."""
+    engine, changed = served(read_check=-1), []
+    layer = engine.session._model.model.layers[1]
+    engine.submit("ill", PROMPT, streaming)
+
+    def change(*_):
+        state = engine.session._processor.scheduler.active_requests.get("ill")
+        if not changed and state is not None and len(state.generated_tokens) == 5:
+            changed.append(True)
+            engine.session.poke(1, "k", "ill", 5)
+            engine.session.poke(1, "v", "ill", 5)
+
+    hook = layer.register_forward_pre_hook(change)
+    answer = engine.finish()["ill"]
+    hook.remove()
+    assert changed
+    assert answer == ([] if streaming else engine.right[0])
+    assert engine.acted["aborted" if streaming else "recomputed"] == ["ill"]
 
 
 @needs_pool
@@ -167,7 +197,7 @@ def test_what_is_always_wrong_ends_with_an_error(served):
     """A fault that comes back whatever is done: the request is computed again twice, then ends; no block is lost."""
     engine = served(read_check=-1)
     free = None
-    engine.submit("ill", PROMPT)
+    engine.submit("ill", PROMPT, streaming=False)
 
     def again():
         tables = engine.session._cache.layer_to_allocator[0].block_table

@@ -6,12 +6,13 @@ from functools import cache
 
 import pytest
 import torch
+from canary_vllm.actions.protection import Protection
 from vllm_on_cpu import guarded, parked_flips
 from vllm_on_cpu.engine import BLOCK, SmallEngine
 from vllm_on_cpu.late_verdicts import know_findings_with_tokens
 from vllm_on_cpu.scripts import said_by, told_by
 
-from canary_core import hook_manager, hookimpl
+from canary_core import Kind, Phase, hook_manager, hookimpl
 
 pytestmark = pytest.mark.timeout(600)
 LLAMA = pytest.param("llama", marks=pytest.mark.xdist_group("process 0"))
@@ -138,19 +139,60 @@ def test_a_bit_that_flips_in_the_prefix_cache_is_put_back(engine):
         assert told(guard, "recomputed", "aborted") == {"recomputed": [], "aborted": []}
 
 
+@pytest.mark.parametrize("engine", [LLAMA, ASYNC], indirect=True)
+def test_no_wrong_answer_from_kv_that_changes_within_a_forward(engine):
+    """All reads are compared, and a block changes after that, before attention reads it: the token of this forward is
+    wrong, and the forward after it finds the change. By default answers are wrong; with protect each request ends with
+    an error."""
+    small, draw = engine.small, random.Random("within")
+    prompts = [[draw.randrange(3, 500) for _ in range(50)] for _ in range(6)]
+    small.renew()
+    right = [small.serve([prompt], 12)[0] for prompt in prompts]
+    wrong = {}
+    for mode in ("report", "protect"):
+        with guarded.guard(small, on_violation=mode, read_check=-1, incident_limit=1) as guard:
+            ends = []
+            for number, prompt in enumerate(prompts):
+                small.submit(f"{mode} {number}", prompt, 12)
+                answer, end = _served_with_a_change_within(small, f"{mode} {number}")
+                ends.append("right" if answer == right[number] else end)
+            wrong[mode] = ends.count("length")
+            assert mode == "report" or ends == ["error"] * 6
+            assert {(v.kind, v.phase) for v in guard.findings.violations} == {(Kind.BYTES, Phase.PRE_FORWARD)}
+    assert wrong["report"] > 0
+    assert wrong["protect"] == 0
+
+
+def _served_with_a_change_within(small, name):
+    """Serves the request, whose first block is overwritten in the second layer within a decode, before that layer.
+    Returns the answer and how it ended."""
+    layer = small.runner.get_model().model.layers[1]
+    ((_, cache),) = [(where, tensor) for where, tensor in small.tensors() if ".1." in where]
+    changed = []
+
+    def change(*_):
+        if not changed and len(small.answers[name]) == 5:
+            changed.append(small.blocks(name)[0][0])
+            cache[changed[0]].fill_(1e4)
+
+    hook = layer.register_forward_pre_hook(change)
+    finish(small)
+    hook.remove()
+    assert changed
+    return small.answers.pop(name), small.ends.pop(name)
+
+
 @ONLY
-def test_a_running_request_keeps_its_tokens_where_all_reads_are_compared(engine):
-    """Every token so far was computed from KV that had been compared: the answer is the right one."""
+def test_quarantine_computes_a_running_request_again_with_its_tokens(engine):
+    """What was given out so far is not in doubt for this mode."""
     small = engine.small
     small.renew()
     (right,) = small.serve([PROMPT], 20)
-    with guarded.guard(small, on_violation="protect", read_check=-1) as guard:
+    with guarded.guard(small, on_violation="quarantine", read_check=-1) as guard:
         begin(small, "ill", 5)
-        given = list(small.answers["ill"])
         small.poke(1, "k", "ill", 5)
         finish(small)
         assert small.answers["ill"] == right
-        assert given == right[: len(given)]
         assert told(guard, "recomputed", "aborted") == {"recomputed": ["ill"], "aborted": []}
 
 
@@ -172,10 +214,25 @@ def test_a_running_request_ends_with_an_error_where_its_tokens_may_be_wrong(engi
 
 
 @ONLY
+def test_an_error_while_acting_says_that_tokens_may_have_left(engine, monkeypatch):
+    """The engine goes on, and whoever reads the event knows that an answer may be wrong."""
+    small = engine.small
+    with guarded.guard(small, on_violation="protect", read_check=-1) as guard:
+        begin(small, "ill", 2)
+        small.poke(0, "v", "ill", 1)
+        monkeypatch.setattr(Protection, "_evict", None)
+        finish(small)
+        reason = guard.findings.told("quarantine_failed")[0].fields["reason"]
+        assert reason.startswith("TypeError: ")
+        assert "tokens of this step may have been given out" in reason
+        assert small.ends["ill"] == "length"
+
+
+@ONLY
 def test_what_is_always_wrong_ends_with_an_error(engine):
     """A fault that comes back whatever is done: the request is computed again twice, then ends."""
     small = engine.small
-    with guarded.guard(small, on_violation="protect", read_check=-1) as guard:
+    with guarded.guard(small, on_violation="quarantine", read_check=-1) as guard:
         begin(small, "ill", 2)
         for _ in range(200):
             if small.running("ill"):

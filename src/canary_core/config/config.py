@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from canary_core.config.faults import readable_faults
-from canary_core.config.profiles import Profile, ProfileSource
+from canary_core.config.profiles import Profile, ProfileSource, plain
 from canary_core.config.values import (
     MOST_BYTES,
     LayerShare,
@@ -423,10 +423,10 @@ class CanaryConfig(BaseSettings):
         """Arguments, the environment, the profile."""
         return init_settings, env_settings, ProfileSource(settings_cls)
 
-    @field_validator("plugins", "ledger_private", mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def _split(cls, value: object) -> object:
-        return tuple(p.strip() for p in value.split(",") if p.strip()) if isinstance(value, str) else value
+    def _plain(cls, value: object, info: Any) -> object:
+        return plain(value, cls.model_fields[info.field_name].annotation)
 
     @classmethod
     def readable(cls) -> "CanaryConfig":

@@ -1,6 +1,6 @@
 """Values that ``CANARY_PROFILE`` and ``CANARY_ON_VIOLATION`` set, unless others are given."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_settings import PydanticBaseSettingsSource
@@ -35,20 +35,23 @@ PROFILES: dict[str, dict[str, Any]] = {
 """Values set by each profile, unless a variable or an argument is given. ``watch`` has the defaults."""
 
 
+def plain(value: object, kind: object) -> object:
+    """The value of a setting of type ``kind``, whose choices may be written in any case and with blanks around."""
+    if isinstance(value, str) and kind == tuple[str, ...]:
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value.strip().lower() if isinstance(value, str) and get_origin(kind) is Literal else value
+
+
 class ProfileSource(PydanticBaseSettingsSource):
-    """Settings source of last resort: the profile's values for everything left open by arguments and environment. Raise
-    mode without a profile is for tests, where nobody waits for a round of the scrub, and gets the scrub of ``hunt``."""
+    """Settings source of last resort: the profile's values; raise mode without one, as in tests, has those of hunt."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         """The profile's value of one field, None where the profile has none."""
-        return self._values().get(field_name), field_name, False
+        return self().get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:
         """All values of the profile; empty for an unknown profile, reported by validation."""
-        return self._values()
-
-    def _values(self) -> dict[str, Any]:
-        given = self.current_state
+        given = {name: plain(value, Profile) for name, value in self.current_state.items()}
         profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
-        acting = PROTECT if given.get("on_violation") == "protect" else {}
-        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {}), **acting}
+        values = {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {})}
+        return values | PROTECT if given.get("on_violation") == "protect" else values

@@ -79,7 +79,7 @@ def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
             raise PluginError("; ".join(errors))
         return started
     except CanaryError as error:
-        _plugins().tell_failed_start(str(error))
+        _plugins().tell_failed_start(str(error), config)
         raise
 
 
@@ -103,8 +103,8 @@ def start_for(plugin: str) -> None:
         elif plugin in as_installed(config.plugins, [plugin]) or not_installed(config.plugins, entry_points()):
             start(config)
     except CanaryError as error:
-        _plugins().tell_failed_start(str(error))
-        if config is not None and config.mode == "raise":
+        _plugins().tell_failed_start(str(error), config)
+        if (config or CanaryConfig.readable()).mode == "raise":
             raise SystemExit(f"canary: {error}") from error
         raise
 

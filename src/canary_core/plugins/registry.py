@@ -151,12 +151,14 @@ class Plugins:
         self._tell_untested(plugin.name, plugin.engine, config.audit)
         return config
 
-    def tell_failed_start(self, error: str) -> None:
-        """A ``start_failed`` event, once for each ``error``: several entry points of one process may find the same."""
+    def tell_failed_start(self, error: str, config: CanaryConfig | None) -> None:
+        """A ``start_failed`` event, once for each ``error``. But for raise mode: the engine is unguarded."""
         with self._lock:
             known = error in self._failures
             self._failures.add(error)
         if not known:
+            if (config or CanaryConfig.readable()).mode != "raise":
+                error += "; until that is corrected the engine runs unguarded"
             self.emit(Event("start_failed", "error", {"error": error}))
 
     def tell_unknown_settings(self, only_near: bool = False) -> None:

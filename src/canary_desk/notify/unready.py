@@ -20,14 +20,14 @@ class Unready:
     """Makes the file ``path`` after ``after`` incidents within ten minutes, or after one and a flood of findings, as of
     a bad memory chip. A readiness probe looks for the file, whose content is the reason and the time. The file stays
     until somebody removes it, or until a Canary starts after the end of the maker's process. A failure is told
-    (``unready_failed``)."""
+    (``unready_failed``), at the start, too."""
 
     def __init__(self, path: str, after: int, tell: Callable[[Event], None]) -> None:
         self._path = Path(path)
         self._after = after
         self._tell = tell
         self._times: deque[float] = deque(maxlen=after)
-        self._try(self._forget_ended)
+        self._try(self._begin)
 
     def hear(self, event: Event) -> None:
         """Counts ``event``, an unsuppressed one."""
@@ -44,14 +44,22 @@ class Unready:
     def _make(self, reason: str) -> None:
         if self._path.exists():
             return
-        fields = {"reason": reason, "since": time.time(), **_process(os.getpid())}
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Whole or not at all: a probe may look right now, and another process of the engine may make it, too.
+        self._write({"reason": reason, "since": time.time(), **_process(os.getpid())}).replace(self._path)
+        self._tell(Event("unready", "error", {"reason": reason, "file": str(self._path)}))
+
+    def _write(self, fields: dict[str, object]) -> Path:
+        """Writes a file into the folder of the probe's file, and makes the folder if there is none."""
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
             json.dump(fields, file)
-        new.replace(self._path)
-        self._tell(Event("unready", "error", {"reason": reason, "file": str(self._path)}))
+        return new
+
+    def _begin(self) -> None:
+        self._forget_ended()
+        # That the file can be made is known before it is needed.
+        self._write({}).unlink()
 
     def _forget_ended(self) -> None:
         try:

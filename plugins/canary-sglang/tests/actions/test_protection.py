@@ -136,13 +136,13 @@ def test_bits_that_flip_anywhere_give_no_wrong_answer(launch, loop, case):
     more = {"pressure": PRESSURE, "mixed": MIXED}.get(case, {})
     engine = launch({"options": {**OPTIONS[loop], **more}}, CANARY_ON_VIOLATION="protect", **COMPARED)
     asked = {"return_logprob": True, "logprob_start_len": 0} if case == "logprobs" else {}
-    served = engine.storm_of_flips(seed=3, count=30, rate=0.3, **asked)
+    served = engine.storm_of_flips(seed=3, count=30, rate=0.15, **asked)
     assert part(served, "wrong", "wrong_logprobs", "lost", "emptied") == FINE | {
         "wrong": 0, "wrong_logprobs": 0, "lost": 0, "emptied": True,
     }  # fmt: skip
-    assert served["right"] > 15
+    assert served["right"] > 9
     assert served["right"] + served["error"] == 30
-    assert served["recomputed"] > 0
+    assert served["recomputed"] + served["aborted"] > 0
 
 
 @pytest.mark.takes_turns("the same flips, where the verdict comes later")
@@ -159,11 +159,11 @@ def test_no_wrong_answer_where_the_verdict_comes_with_the_tokens(launch, case):
         served = engine.serve_parked(count=10)
         assert part(served, "right", "recomputed", "flipped") == FINE | {"right": 10, "recomputed": 10, "flipped": 10}
         return
-    served = engine.storm_of_flips(seed=3, count=30, rate=0.3)
+    served = engine.storm_of_flips(seed=3, count=30, rate=0.15)
     assert part(served, "wrong", "lost", "emptied") == FINE | {"wrong": 0, "lost": 0, "emptied": True}
-    assert served["right"] > 15
+    assert served["right"] > 9
     assert served["right"] + served["error"] == 30
-    assert served["recomputed"] > 0
+    assert served["recomputed"] + served["aborted"] > 0
 
 
 @pytest.mark.takes_turns("canary-vllm's test of the same name")
@@ -184,23 +184,24 @@ def test_a_running_request_ends_with_an_error_where_its_tokens_may_be_wrong(star
     assert engine.serve(prompts=prompts, new_tokens=30, together=2)["outputs"] == clean
 
 
-@pytest.mark.beyond_ci("the storm, whose running requests are computed again, too")
-def test_a_running_request_keeps_its_tokens_where_all_reads_are_compared(start):
-    """Every token so far was computed from KV that had been compared: the answer is the right one."""
-    engine = start("mha", CANARY_ON_VIOLATION="protect", **COMPARED)
-    prompts = [engine.setup.traffic(0)[0], engine.setup.traffic(1)[0]]
-    clean = engine.serve(prompts=prompts, new_tokens=30, together=2)["outputs"]
-    engine.flush()
-    done = engine.rot_running(prompts=prompts, region="full", source="k.2")
-    assert [reason["type"] for reason in done["reasons"]] == ["length", "length"]
-    assert done["outputs"] == clean
-    assert [e["request"] for e in engine.events() if e["name"] == "recomputed"] == [done["requests"][1]]
+@pytest.mark.takes_turns("canary-vllm's test of the same name")
+@LOOPS
+def test_no_wrong_answer_from_kv_that_changes_within_a_forward(launch, loop):
+    """All reads are compared, and a slot changes after that, before attention reads it: the token of this forward is
+    wrong, and the forward after it finds the slot. By default most answers are wrong; with protect each request ends
+    with an error."""
+    engine = launch({"options": OPTIONS[loop]}, CANARY_ON_VIOLATION="protect", **COMPARED)
+    served = engine.serve_changed_within(count=6)
+    assert part(served, "wrong", "error", "aborted") == FINE | {"wrong": 0, "error": 6, "aborted": 6}
+    plain = launch({"options": OPTIONS[loop]}, **COMPARED).serve_changed_within(count=6)
+    assert plain["wrong"] > 3
 
 
 @pytest.mark.beyond_ci("the storm, where some requests are broken again and again")
 def test_what_is_always_wrong_ends_with_an_error(launch):
     """A bit flips whenever the request has slots: it is computed again twice, then ends."""
-    engine = launch({"options": OPTIONS["overlap"]}, CANARY_ON_VIOLATION="protect", **COMPARED)
+    options = OPTIONS["overlap"] | {"chunked_prefill_size": 8}
+    engine = launch({"options": options}, CANARY_ON_VIOLATION="protect", **COMPARED)
     served = engine.storm_of_flips(seed=1, count=1, rate=1.0, at_least=8)
     assert part(served, "error", "recomputed", "aborted", "lost") == FINE | {
         "error": 1, "recomputed": 2, "aborted": 1, "lost": 0,

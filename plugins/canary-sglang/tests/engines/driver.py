@@ -315,6 +315,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         padding.pad_with_nan,
         padding.store_in_null_slot,
         parked_flips.serve_parked,
+        parked_flips.serve_changed_within,
         late_verdicts.know_findings_with_tokens,
         flip_storms.storm_of_flips,
         odd_requests.serve_embeddings,

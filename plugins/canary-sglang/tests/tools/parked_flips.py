@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from canary_sglang.compat import schedulers
 from engines.setups import CHECKPOINTS, HICACHE, SETUPS, SPECULATIVE, TRITON
 
 from tools.storms import Served, loop
@@ -168,6 +169,41 @@ def serve_parked(
         **_arrivals(engine),
         "hit_slots": engine.session.canary.stats().get("hit_slots", 0),
     }
+
+
+def serve_changed_within(engine: Any, count: int) -> dict[str, Any]:
+    """Through SGLang's own event loop, one by one: ``count`` requests. Within a decode of each, after the comparison of
+    what is read and before the second layer, a slot of its prompt is overwritten in that layer. Counts the answers:
+    ``right`` as the ones before, ``wrong``, or an ``error``."""
+    draw, served = random.Random("within"), Counter[str]()
+    prompts = [[draw.randrange(3, 250) for _ in range(LENGTH)] for _ in range(count)]
+    right = _answers(engine, prompts, 12)
+    engine.scheduler.flush_cache()
+    events = len(engine.told.events)
+    for prompt, due in zip(prompts, right, strict=True):
+        request = engine.submit(prompt, 12)
+        hook = engine.runner.model.model.layers[1].register_forward_pre_hook(_overwriting(engine, request, draw))
+        _run(engine, [request])
+        hook.remove()
+        ended = request.finished_reason.to_json()["type"]
+        served["error" if ended == "abort" else "right" if list(request.output_ids) == due else "wrong"] += 1
+    told = Counter(event.name for event in engine.told.events[events:])
+    names = ("aborted", "quarantine_failed", "disabled", "reporting_failed")
+    return {name: served[name] for name in ("right", "wrong", "error")} | {name: told[name] for name in names}
+
+
+def _overwriting(engine: Any, request: Any, draw: random.Random) -> Any:
+    changed: list[int] = []
+
+    def overwrite(*_: Any) -> None:
+        if not changed and len(request.output_ids) == 5:
+            pool = engine.runner.token_to_kv_pool
+            row = schedulers.table_row(engine.scheduler, request)[0]
+            changed.append(int(row[draw.randrange(LENGTH)]))
+            for buffers in (pool.k_buffer, pool.v_buffer):
+                buffers[1][changed[0]] = 1e4
+
+    return overwrite
 
 
 def _prompts(engine: Any, draw: random.Random) -> tuple[list[list[int]], list[list[int]]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from canary_adapters import MARK, RollCall, SchedulerRequests, Telling, answer, error_text, judged_answer, mark
+from canary_adapters import MARK, RollCall, SchedulerRequests, Telling, answer, error_text, judged_answer, leaked, mark
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
 from canary_vllm import workers
 from canary_vllm.actions import recompute
@@ -304,7 +304,7 @@ class Hooks:
                             session.leaves()
                     self._protection.act(scheduler, made)
                 except Exception as error:
-                    self._tell(Event("quarantine_failed", "error", {"reason": error_text(error)}))
+                    self._tell(Event("quarantine_failed", "error", {"reason": leaked(error)}))
 
     def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._roll_calls.pop(id(scheduler.vllm_config), None)

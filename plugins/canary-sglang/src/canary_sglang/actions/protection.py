@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from canary_adapters import Tries
+from canary_adapters import Tries, leaked
 from canary_core import Canary, CanaryConfig, RegionKind, Verdict, Violation, Writers, hookimpl
 from canary_sglang.actions.quarantine import Quarantine, Slots, States, about, message
 from canary_sglang.actions.ranks import Ranks
@@ -30,8 +30,8 @@ class Case(NamedTuple):
 
 class Protection(Quarantine):
     """A `Quarantine` whose requests get no token of the step with a finding. A request loses its slots, as in SGLang's
-    own retraction, and its KV does not enter the prefix cache. A request without tokens, or whose tokens are from KV
-    compared before (`Verdict.stands`), is queued again and keeps the tokens; any other ends with a retryable error.
+    own retraction, and its KV does not enter the prefix cache. A request without tokens, or whose tokens are right
+    (`Verdict.stands`), is queued again and keeps the tokens; any other ends with a retryable error.
     Nodes with the slot leave the prefix cache with all below.
 
     A finding may name the slot of a recurrent state. The slot's request is taken, however often the state was rewritten
@@ -200,7 +200,7 @@ class Protection(Quarantine):
             self._evict(scheduler, cases)
         except Exception as error:
             # In log mode the engine goes on whatever happens.
-            self._tell("quarantine_failed", {"reason": repr(error)}, "error")
+            self._tell("quarantine_failed", {"reason": leaked(error)}, "error")
         return taken
 
     def _agreed(self) -> list[Case]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import BlockGroup, BlockVerdict, HashChain, Tries
+from canary_adapters import BlockGroup, BlockVerdict, HashChain, Tries, leaked
 from canary_core import Canary, Event, Patches, Verdict, Writers, hookimpl
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.compat import KVGroup
@@ -59,7 +59,7 @@ class Protection:
             self._act(found, taken)
         except Exception as error:
             # In log mode the engine goes on whatever happens.
-            self._failed(repr(error))
+            self._failed(leaked(error))
         return taken
 
     @property
