@@ -28,10 +28,8 @@ PROTECT: dict[str, Any] = {"hit_check": True, "read_interval": 1}
 """Values set by ``on_violation=protect``, unless given: what is shared is compared before, and told at once."""
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "watch": {},
-    "hunt": HUNT,
-    "ci": {**HUNT, "mode": "raise", "audit": 8, "recompute": "8"},
-}
+    "watch": {}, "hunt": HUNT, "ci": {**HUNT, "mode": "raise", "audit": 8, "recompute": "8"}
+}  # fmt: skip
 """Values set by each profile, unless a variable or an argument is given. ``watch`` has the defaults."""
 
 

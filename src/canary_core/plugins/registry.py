@@ -152,7 +152,7 @@ class Plugins:
         return config
 
     def tell_failed_start(self, error: str, config: CanaryConfig | None) -> None:
-        """A ``start_failed`` event, once for each ``error``. But for raise mode: the engine is unguarded."""
+        """A ``start_failed`` event, once for each ``error``. Says that the engine is unguarded, but in raise mode."""
         with self._lock:
             known = error in self._failures
             self._failures.add(error)
