@@ -285,8 +285,6 @@ def test_all_that_run_can_be_asked_for_at_once(small):
         assert sorted(one.request for one in everybody.result()) == ["a", "b", "c"]
         assert [one.request for one in named.result()] == ["b"]
         assert [(one.verdict, "no request of that" in one.reason) for one in unknown.result()] == [("unjudged", True)]
-            ("unjudged", True)
-        ]
         told = [answer.request for answer in session.recomputed.answers]
         assert sorted(told) == ["a", "b", "c", "nobody"]
         verified.finish(small)
