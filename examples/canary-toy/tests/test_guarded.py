@@ -74,52 +74,6 @@ def test_clean_traffic_is_silent(findings, hooks, pages, seed):
     assert answers == traffic(Engine(pages), seed)
 
 
-@pytest.fixture
-def verified(findings) -> Iterator[ToyHooks]:
-    """Engines that a test makes are guarded, and all their requests computed again; nothing else is compared."""
-    hooks = ToyHooks()
-    hooks.install(CanaryConfig.load(recompute="100%", bytes="off"))
-    yield hooks
-    hooks.uninstall()
-
-
-def long_traffic(engine: Engine) -> list[list[int]]:
-    """Fresh requests, and then some that hit what these have left."""
-    draw = random.Random(0)
-    prompts = [[draw.randrange(1, 256) for _ in range(50)] for _ in range(12)]
-    for turn in range(2):
-        for i, prompt in enumerate(prompts):
-            engine.submit(f"r{turn}.{i}", [*prompt, *range(10, 10 + 6 * turn)], 8)
-        while engine.step():
-            pass
-    return [request.answer for request in engine.requests.values()]
-
-
-def test_clean_traffic_is_computed_again_and_is_the_same(findings, verified):
-    """Fresh or after a hit; the answers are those of an engine that nobody guards."""
-    answers = long_traffic(Engine(400))
-    stats = guarded(verified).stats()
-    assert stats["recompute_same"] > 12
-    assert "recompute_differs" not in stats
-    assert findings.violations == []
-    verified.uninstall()
-    assert answers == long_traffic(Engine(400))
-
-
-def test_kv_that_other_weights_have_computed_is_told(findings, verified):
-    """The prefix cache was kept: what a later request hits is not what the model computes now."""
-    engine = Engine(400)
-    long_traffic(engine)
-    engine.update_weights(7, flush_cache=False)
-    request = engine.submit("after", [*engine.requests["r0.0"].tokens[:50], 50], 4)
-    while not request.answer:
-        engine.step()
-    (answer,) = guarded(verified).verifier.now("after")
-    assert (answer.verdict, answer.layers[0].layer) == ("differs", 0)
-    (found,) = [v for v in findings.violations if v.kind is Kind.RECOMPUTE]
-    assert (found.layer, found.position, found.rule) == (0, 0, "brought")
-
-
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize(("half", "index"), [("k", 0), ("v", 1)])
 def test_a_flipped_bit_is_found_where_it_is(findings, hooks, layer, half, index):

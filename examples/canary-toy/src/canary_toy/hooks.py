@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from canary_adapters import put_embeddings
-from canary_core import BatchView, Canary, CanaryConfig, Patches, Recompute, attach, may_recompute
+from canary_core import BatchView, Canary, CanaryConfig, Patches, attach
 from canary_toy.batch import ToyBatch
 from canary_toy.pool import REGION, ToyPool
-from canary_toy.recompute import ToyRecomputer
 from canary_toy.toy_engine import PAGE, Batch, Engine, Request
 
 
@@ -44,20 +43,6 @@ class ToyGuard:
         )
         self._patches.follow(engine, "submit", self._named)
         self._patches.follow(engine, "fork", self._named)
-        if may_recompute(config):
-            self.recompute = Recompute(self.canary, ToyRecomputer(engine, self._patches))
-            self._patches.wrap(engine, "step", self._stepped)
-
-    def _stepped(self, step: Callable[[], bool]) -> Callable[[], bool]:
-        """Between two forwards, on the engine's thread, requests are verified."""
-
-        @wraps(step)
-        def stepped() -> bool:
-            with self.canary.guard("recompute"):
-                self.recompute.serve()
-            return step()
-
-        return stepped
 
     def close(self) -> None:
         """Reports what is left to report; the engine's methods are its own again. Raises `ViolationError` in raise
