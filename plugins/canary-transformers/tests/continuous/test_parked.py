@@ -129,7 +129,7 @@ def test_weights_changed_under_a_kept_cache_are_told_without_a_hit(engine, monke
     parked.ended("after", tokens(parked.random))
     answers = parked.prefixes("before", "hit", "after")
     assert verdicts(answers) == [("before", "differs", LEFT), ("hit", "differs", LEFT), ("after", "same", LEFT)]
-    assert told(parked) == [(1, 0, "before", "everywhere"), (1, 0, "hit", "brought")]
+    assert told(parked) == [(1, 0, "before", "weights"), (1, 0, "hit", "weights")]
     assert f"it has ended, and the prefix cache keeps {LEFT} tokens of it" in answers[0].finding
 
 
@@ -150,7 +150,7 @@ def test_parked_kv_that_changed_is_told_where_it_did(engine):
     assert verdicts(parked.prefixes("well")) == [("well", "same", LEFT)]
     assert parked.guard.violations == []
     assert verdicts(parked.prefixes("ill")) == [("ill", "differs", LEFT)]
-    assert told(parked) == [(1, 32, "ill", "attention")]
+    assert told(parked) == [(1, 32, "ill", "half")]
     parked.prefixes("byte")
     parked.guard._sessions[0].drain()
     found = [v for v in parked.guard.violations if v.layer == 2]
