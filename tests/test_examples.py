@@ -33,6 +33,14 @@ def test_own_pool_reports_the_page_that_two_requests_got():
     assert not done.stdout.startswith("0 findings")
 
 
+def test_requests_of_the_toy_are_verified():
+    """Fresh ones, once enough have taught the noise; then KV that other weights have computed is told."""
+    told = run(EXAMPLES / "verify_toy.py", PYTHONPATH=str(EXAMPLES / "canary-toy" / "src")).stdout
+    answers = [told.split(f"request {i}: ")[1].split()[0].strip(",") for i in range(7)]
+    assert answers == ["unjudged"] * 5 + ["same", "differs"]
+    assert "kv k.0" in told
+
+
 def test_transformers_example_is_clean():
     """Clean traffic under guard is checked and raises nothing."""
     pytest.importorskip("transformers", reason="the example needs Transformers, which is not installed")
