@@ -74,6 +74,8 @@ class Setup:
     """Most tokens that its requests share."""
     since: str = "0"
     """First SGLang that starts this setup on a CPU."""
+    before: str = "99"
+    """First SGLang that does so no more."""
     left_out: frozenset[str] = frozenset()
     """Names, up to a slash, of what the coverage event lists as not guarded."""
     shared: int = 40
@@ -99,6 +101,8 @@ class Setup:
         installed = version("sglang")
         if Version(installed) < Version(self.since):
             pytest.skip(f"starts on a CPU from SGLang {self.since} on, this is {installed}")
+        if Version(installed) >= Version(self.before):
+            pytest.skip(f"runs on a CPU before SGLang {self.before} only, this is {installed}")
 
     def faulty(self, fault: str) -> list[str]:
         """The regions that can have the fault."""
@@ -260,6 +264,7 @@ SETUPS = {
         regions=("full", "mamba"),
         storm_steps=20,
         since="0.5.21",
+        before="0.5.22",
         covered_by=STATES_COVERED_BY,
     ),
     "radix_off": Setup({"disable_radix_cache": True}, beside=MHA_AND_SWA),
