@@ -59,26 +59,30 @@ class OwnNoise:
         `MOST_APART`, and its median; None where none is. One limit for all layers: few roundings reach the first."""
         roundings = _noise(self.rounded, MOST_APART)
         most = max((bound.window for bound in roundings.values()), default=0.0)
-        for one in errors:
-            _, medians = one.windows()
-            for source, found in zip(one.sources, medians, strict=True):
-                if found.numel() and float(found.max()) > most:
-                    return (one.region, source.name), float(found.max())
-        return None
+        return _first_above(errors, lambda key: most)
 
     def unlike(self, rounding: float) -> Key | None:
         """The first source of which a path is further off than any ``rounding`` explains; None for a model whose paths
         compute the same."""
         # The others take another path than the first computation.
         allowed = _noise(self.rounded[:1], MOST_APART)
-        for one in (one for path in self.paths for one in path):
-            _, medians = one.windows()
-            for source, found in zip(one.sources, medians, strict=True):
-                key = one.region, source.name
-                most = allowed[key].window if key in allowed else 0.0
-                if found.numel() and float(found.max()) > max(most, rounding):
-                    return key
-        return None
+
+        def most(key: Key) -> float:
+            return max(allowed[key].window if key in allowed else 0.0, rounding)
+
+        far = _first_above([one for path in self.paths for one in path], most)
+        return None if far is None else far[0]
+
+
+def _first_above(compared: Sequence[Errors], most: Callable[[Key], float]) -> tuple[Key, float] | None:
+    """The first source with a median of a window above its ``most``, and the largest such median."""
+    for one in compared:
+        _, medians = one.windows()
+        for source, found in zip(one.sources, medians, strict=True):
+            key = one.region, source.name
+            if found.numel() and float(found.max()) > most(key):
+                return key, float(found.max())
+    return None
 
 
 def _noise(compared: Sequence[Sequence[Errors]], margin: float) -> dict[Key, Bound]:

@@ -113,5 +113,5 @@ def origin(controller: Any, private: Sequence[str]) -> Origin:
 
 def _tokens_say_all(request: Any) -> bool:
     """Whether the request's KV depends on its tokens and its identity only."""
-    media = getattr(request, "multimodal_inputs", None) is not None or getattr(request, "mm_inputs", None) is not None
+    media = schedulers.has_media(request) or getattr(request, "mm_inputs", None) is not None
     return not media and not schedulers.embedded(request)
