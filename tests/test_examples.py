@@ -12,6 +12,7 @@ from support.code_lines import code_lines
 from support.distributions import installed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = ["own_pool.py", "guard_transformers.py", "verify_toy.py"]
 DISTRIBUTIONS = ["canary-findings-file", "canary-toy"]
 THIRD_PARTY = ["canary-mini-infer"]
 """Plugins for engines from the package index: `make test` runs their tests, once."""
@@ -82,6 +83,6 @@ def test_every_example_is_tested_and_listed():
     """An example cannot be forgotten here, nor in the list of examples."""
     found = {p.name for p in EXAMPLES.iterdir() if p.suffix == ".py" or p.is_dir()}
     # The bundle is explained in tests/explain, the files of a deployment are validated in tests/test_deploy.py.
-    assert found == {"own_pool.py", "guard_transformers.py", "incident", "deploy", *DISTRIBUTIONS, *THIRD_PARTY}
+    assert found == {*SCRIPTS, "incident", "deploy", *DISTRIBUTIONS, *THIRD_PARTY}
     listed = EXAMPLES.joinpath("README.md").read_text()
     assert [name for name in found if f"({name}" not in listed] == []
