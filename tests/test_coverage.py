@@ -15,7 +15,6 @@ from canary_core.guard.canary import Canary
 from canary_core.guard.coverage import Coverage
 from canary_core.plugins import Plugins
 from canary_core.region import Uncovered
-from canary_core.watchers.audit.memory import EngineMemory
 from canary_desk import log
 from canary_desk.cli import app
 
@@ -163,7 +162,7 @@ def _engine(layers=2):
 
 def _of_engine(tensors, *pools):
     regions = [region for pool in pools for region in pool.regions()]
-    return Coverage.of_engine(regions, [item for pool in pools for item in pool.uncovered()], EngineMemory(tensors))
+    return Coverage.of_engine(regions, [item for pool in pools for item in pool.uncovered()], tensors)
 
 
 def test_the_engines_own_tensors_are_the_denominator():
@@ -216,7 +215,7 @@ def test_what_the_adapter_leaves_out_is_not_told_twice():
     assert {u.reason for u in coverage.uncovered} == {"1 rows beyond the pool's slots"}
     assert coverage.ratio == 8 / 9
     tensors["extra"], tensors["more"] = torch.zeros(25), torch.zeros(5)
-    coverage = Coverage.of_engine(RowPool("full", layers).regions(), [Uncovered("x", 100, "x")], EngineMemory(tensors))
+    coverage = Coverage.of_engine(RowPool("full", layers).regions(), [Uncovered("x", 100, "x")], tensors)
     assert [(u.name, u.size_bytes) for u in coverage.uncovered] == [("x", 100), ("more", 20)]
 
 

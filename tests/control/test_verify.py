@@ -131,6 +131,16 @@ def test_verdicts_as_text_and_as_json(start):
     assert wrong.startswith("  full k.1: median 0.5, worst 0.5")
 
 
+def test_status_and_dump_say_what_was_computed_again(start, folder, monkeypatch):
+    """Of the four requests that ran first all have taught the noise."""
+    monkeypatch.setenv("CANARY_CONTROL_DIR", str(folder))
+    engine = start()
+    told = client.ask(engine.socket, Request(command="dump"))
+    assert (told["stats"][0]["recompute_taught"], told["stats"][0]["recompute_same"]) == (4, 4)
+    text = CliRunner().invoke(app, ["ctl", "status"]).stdout
+    assert "4 same, 4 taught the noise" in text
+
+
 def test_what_can_not_be_asked_is_one_sentence(start):
     """With exit code 2."""
     name = f"canary: the name of a request has 1 to {MOST_VALUE} characters, got"

@@ -370,6 +370,9 @@ def test_what_has_no_numbers_is_told(pool):
     assert "can be compared as numbers" in answer.reason
     (left_out,) = pool.findings.told("recompute_left_out")
     assert (left_out.fields["sources"], pool.canary.stats()["recompute_left_out"]) == (["kv k.2", "kv k.3"], 1)
+    coverage = pool.findings.told("coverage")[-1]
+    assert [item["name"] for item in coverage.fields["uncovered"]] == ["second computation of kv k.2 and 1 more"]
+    assert coverage.fields["coverage_ratio"] == 1
     assert "not compared: kv k.0, kv k.1" in answer.table()
 
 

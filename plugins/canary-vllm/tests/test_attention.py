@@ -293,6 +293,8 @@ def test_layers_without_a_reference_are_told(model, options, reason):
         answers = every_layer(small, "asked")
         stats = guard.canary.stats()
         told = [event.fields["reason"] for event in guard.findings.told("unjudged")]
+        doubts = [item["reason"] for item in guard.findings.told("coverage")[-1].fields["uncovered"]]
     assert all(answer.attention is None for answer in answers)
+    assert any(reason in doubt for doubt in doubts)
     assert stats.get("attention_layers", 0) == 0
     assert [reason in text for text in told if "has no reference" in text] == [True]

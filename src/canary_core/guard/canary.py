@@ -96,11 +96,7 @@ class Canary:
         else:
             self._workspace = Workspace.off(self.config, regions[0].device)
         doubts = (*resting(regions, self.config), *sharing(self._workspace.states.values(), self.config))
-        self.coverage = Coverage(tuple(regions), left_out := (*uncovered, *doubts))
-        if tensors:
-            from canary_core.watchers.audit.memory import EngineMemory
-
-            self.coverage = Coverage.of_engine(tuple(regions), left_out, EngineMemory(tensors))
+        self.coverage = Coverage.of_engine(tuple(regions), left_out := (*uncovered, *doubts), tensors)
         self._switch = Switch(self._workspace, hooks)
         footprint = None
         if pool_tensors is not None and tensors:
@@ -187,6 +183,11 @@ class Canary:
         if self.config.mode == "off":
             return "off"
         return "raise" if self._switch.raises else "log"
+
+    def doubt(self, name: str, reason: str) -> None:
+        """Adds a doubt to the coverage, and tells it once more."""
+        self.coverage = self.coverage.with_doubt(name, reason)
+        self.tell(self.coverage.event())
 
     def set_mode(self, mode: Literal["log", "raise"]) -> None:
         """From now on findings are told, or the next one stops the engine; from any thread. Raises `CanaryError` where

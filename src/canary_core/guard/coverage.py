@@ -1,18 +1,17 @@
-"""`Coverage`: guarded share of an engine's KV bytes, and the rest with reasons. Reported once, at start-up."""
+"""`Coverage`: guarded share of an engine's KV bytes, and the rest with reasons. Reported at start-up, and with each doubt
+that comes up later."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.events import Event, size_text
 from canary_core.ops.state import RegionState
 from canary_core.region import Region, Uncovered
-
-if TYPE_CHECKING:
-    from canary_core.watchers.audit.memory import EngineMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +26,23 @@ class Coverage:
     engine_guarded_bytes: int | None = None
 
     @classmethod
-    def of_engine(cls, regions: Sequence[Region], uncovered: Sequence[Uncovered], memory: "EngineMemory") -> "Coverage":
-        """As a share of ``memory``, the engine's own: each byte counts once, however many sources share it, and bytes
-        neither in a region nor in ``uncovered`` are left out as well, under the engine's names. By addresses alone."""
+    def of_engine(
+        cls, regions: Sequence[Region], uncovered: Sequence[Uncovered], tensors: Mapping[str, Tensor]
+    ) -> "Coverage":
+        """As a share of the engine's own ``tensors``, by name: each byte counts once, however many sources share it,
+        and bytes neither in a region nor in ``uncovered`` are left out as well, under the engine's names. By addresses
+        alone. Without any as of the adapter alone."""
+        if not tensors:
+            return cls(regions, uncovered)
         from canary_core.watchers.audit.gaps import gaps_of
+        from canary_core.watchers.audit.memory import EngineMemory
 
-        guarded, gaps = gaps_of(regions, uncovered, memory)
+        guarded, gaps = gaps_of(regions, uncovered, EngineMemory(tensors))
         return cls(regions, (*uncovered, *gaps), guarded)
+
+    def with_doubt(self, name: str, reason: str) -> "Coverage":
+        """The same memory with a doubt that came up later."""
+        return replace(self, uncovered=(*self.uncovered, Uncovered(name, 0, reason)))
 
     @property
     def guarded_bytes(self) -> int:

@@ -22,6 +22,15 @@ from canary_desk.control.messages import Request
 LEAST_RATIO = 0.99
 """Least guarded share of tokens; a smaller one is shown in red."""
 
+VERDICTS = {
+    "recompute_same": "same",
+    "recompute_differs": "[bold red]DIFFERENT[/bold red]",
+    "recompute_unjudged": "unjudged",
+    "recompute_taught": "taught the noise",
+    "attention_looks": "looks at attention",
+}
+"""How counts of second computations are shown."""
+
 STATES = {"on": "[green]on[/green]", "paused": "[yellow]paused[/yellow]", "off": "[bold red]OFF[/bold red]"}
 
 
@@ -60,6 +69,7 @@ def _pool(canary: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s
         "last check": _ago(canary["last_check_age_s"]),
         "alarm": _alarm(canary),
         "findings": _findings(canary),
+        "recomputed": _recomputed(canary),
         "scrub": _scrub(canary),
         "overhead": ", ".join(
             f"{part} {canary[f'overhead_{part}']:.2%}" for part in ("host", "device") if f"overhead_{part}" in canary
@@ -94,6 +104,12 @@ def _findings(canary: Mapping[str, Any]) -> str:
         return "[green]none[/green]"
     kinds = ", ".join(f"{where} {number}" for where, number in canary["findings"].items())
     return f"[bold red]{numbered(canary['incidents'], 'incident')}[/bold red]: {escape(kinds)}"
+
+
+def _recomputed(canary: Mapping[str, Any]) -> str:
+    """Verdicts by a second computation; empty where nothing was computed again."""
+    said = [f"{canary[name]} {text}" for name, text in VERDICTS.items() if canary.get(name)]
+    return ", ".join(said)
 
 
 def _scrub(canary: Mapping[str, Any]) -> str:

@@ -78,6 +78,7 @@ class Commands:
             "versions": _versions(),
             "settings": shown_settings(canaries[0].config) if canaries else {},
             "coverage": [canary.coverage.event().fields for canary in canaries[:16]],
+            "stats": [canary.stats() for canary in canaries[:16]],
             "events": events[::-1],
         }
 
@@ -171,6 +172,7 @@ _MODES: dict[str, Literal["log", "raise"]] = {"log": "log", "raise": "raise"}
 _SHOWN = (
     "violations", "forwards", "checked_forwards", "checked_slots", "checked_bytes", "recorded_slots", "unsure",
     "computed_tokens", "guarded_tokens", "guarded_ratio", "alarm_tests", "alarm_dead", "ledger_doubt_ratio",
+    "recompute_same", "recompute_differs", "recompute_unjudged", "recompute_taught", "attention_looks",
 )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from canary_core.batch import BatchView
 from canary_core.guard.canary import Canary
 from canary_core.guard.coverage import Coverage
 from canary_core.watchers.audit.footprint import FootprintAudit
-from canary_core.watchers.audit.memory import EngineMemory
 from canary_kit.conformance.problems import SHOWN, Culprit, Nonconforming
 from canary_kit.conformance.stage import Stage
 from canary_kit.faults.scene import read_bytes
@@ -145,7 +144,7 @@ def require_coverage(stage: Stage) -> None:
     engine's KV memory. Raises `Nonconforming`."""
     regions = [region for canary in stage.canaries for region in canary.regions.values()]
     told = [item for canary in stage.canaries for item in canary.uncovered]
-    coverage = Coverage.of_engine(regions, told, EngineMemory(stage.session.pool_tensors()))
+    coverage = Coverage.of_engine(regions, told, stage.session.pool_tensors())
     missing = [item for item in coverage.uncovered if item not in told]
     if missing:
         names = ", ".join(f"{item.size_bytes} bytes of {item.name!r}" for item in missing)

@@ -136,3 +136,5 @@ def test_a_model_of_another_type_has_no_reference_and_says_so(engine, monkeypatc
     assert "layer 0, 1, 2 has no reference" in told[0]
     assert "unheard_of" in told[0]
     assert verified.guard.stats().get("attention_layers", 0) == 0
+    doubts = [item["name"] for item in verified.findings.told("coverage")[-1].fields["uncovered"]]
+    assert doubts == ["reference of attention in layer 0, 1, 2"]

@@ -35,8 +35,9 @@ class AttentionTurns:
             self._rules = {layer: rule for layer, rule in said.items() if isinstance(rule, AttentionRule)}
             self._canary.count("attention_layers", len(self._rules))
             for why in dict.fromkeys(why for why in said.values() if isinstance(why, str)):
-                layers = [str(layer) for layer, other in said.items() if other == why]
-                self._judge.doubt(f"attention of layer {', '.join(layers)} has no reference: {why}")
+                layers = ", ".join(str(layer) for layer, other in said.items() if other == why)
+                self._judge.doubt(f"attention of layer {layers} has no reference: {why}")
+                self._canary.doubt(f"reference of attention in layer {layers}", why)
         if not self._rules:
             return None
         layer = sorted(self._rules)[self._turn % len(self._rules)]

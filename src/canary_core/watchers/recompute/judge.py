@@ -36,6 +36,7 @@ FARTHER = (
     "more of its tokens were decoded than of requests from which the noise of recurrent states is known: nothing "
     "differs as far as that is known"
 )
+UNCOMPARED = "not compared with it, or its noise is so large that nearly anything hides"
 FAR_APART = (
     "this engine computed a fresh request twice, and some of its KV is as far apart as that of unrelated tokens: no "
     "noise is learnt from such a request"
@@ -65,6 +66,9 @@ class RecomputeHost(BytesHost, Protocol):
     def tell(self, event: Event) -> None:
         """Hands an event to every plugin."""
 
+    def doubt(self, name: str, reason: str) -> None:
+        """Adds a doubt to the coverage."""
+
 
 class RecomputeJudge:
     """Compares, learns the engine's numerical noise, judges, and reports. For engines that compute a request again by
@@ -75,9 +79,10 @@ class RecomputeJudge:
     of all layers and heads, or only the shard of one rank.
 
     Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_same``,
-    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_unlike``,
-    ``recompute_own_noise`` for each look at a request's own, and ``recompute_bytes_changed`` for each request with
-    changed bytes; each new reason for a missing verdict is an ``unjudged`` event.
+    ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_taught`` for each request from
+    which noise was learnt, ``recompute_unlike``, ``recompute_own_noise`` for each look at a request's own, and
+    ``recompute_bytes_changed`` for each request with changed bytes; each new reason for a missing verdict is an
+    ``unjudged`` event.
     """
 
     def __init__(self, canary: RecomputeHost, rounding: Callable[[], float], whole: bool = True) -> None:
@@ -118,6 +123,7 @@ class RecomputeJudge:
         answer = self.verdict(cached, comparison, known=known)
         if teaches and answer.verdict != "differs" and self.teaches(cached, comparison, known):
             self.noise.learn_pair(comparison.errors, decodes)
+            self._canary.count("recompute_taught")
         return answer
 
     @cached_property
@@ -242,6 +248,8 @@ class RecomputeJudge:
         if tuple(sources) not in self._left_out and len(self._left_out) < MOST_REASONS:
             self._left_out.add(tuple(sources))
             self._canary.tell(Event("recompute_left_out", "info", {"sources": list(sources)}))
+            more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+            self._canary.doubt(f"second computation of {sources[0]}{more}", UNCOMPARED)
 
     def _bounds(self, comparison: Comparison) -> dict[tuple[str, str], Bound]:
         """By region and source; none as long as the noise is not known, or where it was never compared."""

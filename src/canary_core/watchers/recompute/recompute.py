@@ -204,6 +204,7 @@ class Recompute:
         rounded = [self._compare(cached, chunk, self._recomputer.rounding).errors for chunk in chunks]
         others = [self._compare(cached, chunk).errors for chunk in paths]
         self.noise.learn([comparison.errors, *others], [one for errors in rounded for one in errors])
+        self._canary.count("recompute_taught")
         return answer
 
     def _paths(self, cached: CachedRequest) -> tuple[list[int], list[int]]:

@@ -190,6 +190,10 @@ class CacheRecomputer(Recomputer):
         elif (model := self._model()) is not None:
             emit(event, self._hooks(model))
 
+    def doubt(self, name: str, reason: str) -> None:
+        """Adds a doubt to the coverage of the present cache."""
+        self._canary.doubt(name, reason)
+
     def done(self) -> None:
         """Nothing is looked at any more."""
         self._records = None
