@@ -1,5 +1,5 @@
-"""`Coverage`: guarded share of an engine's KV bytes, and the rest with reasons. Reported at start-up, and with each doubt
-that comes up later."""
+"""`Coverage`: guarded share of an engine's KV bytes, and the rest with reasons. Reported at start-up, and with each
+later doubt."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
