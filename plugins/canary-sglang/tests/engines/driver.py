@@ -310,6 +310,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         identities.forget_in_keys,
         identities.serve_images,
         identities.serve_overrides,
+        identities.verify_images,
+        identities.verify_overrides,
         identities.match_any_image,
         mechanisms.mechanism,
         padding.pad_with_nan,

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from tools.inspection import findings
+from tools.recomputes import DECODED, NEVER, finish, teach, verify
+
 
 def serve_in_turn(
     engine: Any, prompt: list[int], identities: list[dict[str, str]], new_tokens: int = 4
@@ -73,6 +76,45 @@ def _image(seed: int, prompt: int, at: int, length: int) -> Any:
     return schedule_batch.MultimodalProcessorOutput(
         mm_items=[item], im_token_id=255, mrope_positions=positions, mrope_position_delta=torch.zeros(1, 1).long()
     )
+
+
+def verify_images(
+    engine: Any, prompts: dict[str, list[int]], images: dict[str, int], at: int, length: int
+) -> dict[str, Any]:
+    """Once the noise is known: requests with an image each, as of `serve_images`, one after the other; each one runs,
+    is verified, and ends. Gives verdicts, findings, outputs and the images whose media are still there."""
+    teach(engine)
+    findings(engine)
+    answers, cached, kept = [], [], []
+    for name, prompt in prompts.items():
+        request = engine.submit(prompt, NEVER, name, mm_inputs=_image(images[name], len(prompt), at, length))
+        while len(request.output_ids) < DECODED:
+            engine.step()
+        answers += verify(engine, name)
+        cached.append(int(request.cached_tokens))
+        kept.append(request.multimodal_inputs.mm_items[0].precomputed_embeddings is not None)
+        finish(engine, name)
+    outputs = [list(request.output_ids)[:DECODED] for request in engine.requests[-len(prompts) :]]
+    return {"answers": answers, "cached": cached, "kept": kept, "outputs": outputs, **findings(engine)}
+
+
+def verify_overrides(engine: Any, prompt: list[int], at: list[int], seeds: Sequence[int]) -> dict[str, Any]:
+    """The same for requests with embeddings of their own ``at`` some positions."""
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+
+    teach(engine)
+    findings(engine)
+    answers = []
+    for seed in seeds:
+        hidden = engine.runner.model_config.hf_config.hidden_size
+        rows = torch.randn(len(at), hidden, generator=torch.Generator().manual_seed(seed))
+        given = PositionalEmbeds(embeds=rows, positions=at)
+        request = engine.submit(prompt, NEVER, f"given {seed}", positional_embed_overrides=given)
+        while len(request.output_ids) < DECODED:
+            engine.step()
+        answers += verify(engine, request.rid)
+        finish(engine, request.rid)
+    return {"answers": answers, **findings(engine)}
 
 
 def match_any_image(engine: Any) -> None:

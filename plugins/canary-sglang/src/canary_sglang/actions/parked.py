@@ -85,7 +85,7 @@ class RadixPrefixes:
         return publish
 
     def _ended(self, request: Any, tokens: int) -> None:
-        why, content, key = schedulers.again_refusal(request), NONE, NONE
+        why, content, key = schedulers.again_refusal(request, None), NONE, NONE
         if why is None:
             ids = array("q", (request.origin_input_ids + request.output_ids)[:tokens])
             page, more = int(self.cache.page_size), caches.looked_ahead(self.cache)

@@ -200,7 +200,7 @@ class SchedulerRecompute(InternalRequests):
 
     def running(self) -> Sequence[Running]:
         """See `InternalRequests`."""
-        return [running(one) for one in self._users() if one.output_ids and schedulers.again_refusal(one) is None]
+        return [running(one) for one in self._users() if one.output_ids and self._again(one) is None]
 
     def find(self, name: str) -> Running | None:
         """See `InternalRequests`. Of several requests with one name any."""
@@ -251,7 +251,7 @@ class SchedulerRecompute(InternalRequests):
         why = self._refusal()
         if target is None:
             target = self._request(request)
-            why = why or schedulers.again_refusal(target)
+            why = why or self._again(target)
         if why is None:
             self._target = target
             self._internal = schedulers.internal_request(self._scheduler, name, target, tokens)
@@ -403,6 +403,9 @@ class SchedulerRecompute(InternalRequests):
             prefixes.close()
         if messages is not None:
             messages.close()
+
+    def _again(self, request: Any) -> str | None:
+        return schedulers.again_refusal(request, self._runner.model)
 
     def _refusal(self) -> str | None:
         return self._off or self._compared.refusal or schedulers.recompute_refusal(self._scheduler)

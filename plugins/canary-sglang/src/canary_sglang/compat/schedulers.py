@@ -1,6 +1,8 @@
 """`Scheduler` and its requests."""
 
 import contextlib
+import copy
+import dataclasses
 import http
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -290,10 +292,14 @@ def recompute_refusal(scheduler: Any) -> str | None:
     return None
 
 
-def again_refusal(request: Any) -> str | None:
-    """Why a request can't be computed again, None where it can."""
-    if embedded(request) or has_media(request):
-        return "embeddings or media stand in the place of tokens"
+def again_refusal(request: Any, model: Any | None) -> str | None:
+    """Why a request can't be computed again by ``model``, None where it can. Without a model: once it has ended."""
+    if getattr(request, "input_embeds", None) is not None:
+        return "embeddings stand in the place of tokens"
+    if model is None and (has_media(request) or overrides(request) is not None):
+        return "media or embeddings in the place of tokens end with a request"
+    if has_media(request) and (reason := _media_refusal(request.multimodal_inputs, model)) is not None:
+        return reason
     sessions = (getattr(request, name, None) for name in ("session", "session_id"))
     if searches_beams(request) or any(one is not None for one in sessions):
         return "it is a beam search, or in a session that goes on"
@@ -302,9 +308,39 @@ def again_refusal(request: Any) -> str | None:
     return None
 
 
+def _media_refusal(inputs: Any, model: Any) -> str | None:
+    """Why images and other media can't be handed to a second request. Gemma's attend to both sides, unless a chunk cuts
+    them."""
+    if hasattr(model, "prepare_attn_masks"):
+        return "attention to its media depends on the chunks"
+    if any(getattr(inputs, name, None) is not None for name in ("num_image_tokens", "vision_position_ids")):
+        return "its media are read by an encoder beside the tokens"
+    for item in inputs.mm_items:
+        if item.feature is None and item.precomputed_embeddings is None:
+            return "its media are gone"
+        if getattr(item, "has_cuda_ipc_proxy", bool)():
+            return "its media are in another process's memory"
+    return None
+
+
+def _same_media(inputs: Any, tokens: int) -> Any:
+    """For a second request of so many tokens: SGLang gives up the media of a request that ends."""
+    from sglang.srt.managers.mm_utils import extend_mrope_positions_for_retracted_request
+
+    items = [copy.copy(item) for item in inputs.mm_items]
+    for item in items:
+        item.model_specific_data = dict(item.model_specific_data)
+    positions = inputs.mrope_positions
+    if positions is not None:
+        positions = extend_mrope_positions_for_retracted_request(positions, tokens - positions.shape[1])
+    return dataclasses.replace(
+        inputs, mm_items=items, mrope_positions=positions, mrope_position_delta_repeated_cache=None
+    )
+
+
 def internal_request(scheduler: Any, name: str, target: Any, tokens: int) -> Any:
-    """A request ``name`` of the first ``tokens`` tokens of ``target``, with its adapter: greedy, of one new token, last
-    in line, neither read from the prefix cache nor kept there, and with nothing to stream."""
+    """A request ``name`` of the first ``tokens`` tokens of ``target``, with its adapter and media: greedy, of one new
+    token, last in line, neither read from the prefix cache nor kept there, and with nothing to stream."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -315,6 +351,10 @@ def internal_request(scheduler: Any, name: str, target: Any, tokens: int) -> Any
         name, "", ids, sampling, lora_id=target.lora_id, extra_key=name, vocab_size=scheduler.model_config.vocab_size
     )
     request.tokenizer, request.logprob_start_len = scheduler.tokenizer, -1
+    if has_media(target):
+        request.multimodal_inputs = _same_media(target.multimodal_inputs, tokens)
+    if overrides(target) is not None:
+        request.positional_embed_overrides = overrides(target)
     request.skip_radix_cache_insert = request.finished_output = True
     if getattr(scheduler, "enable_priority_scheduling", False):
         lowest = 1 << 62
