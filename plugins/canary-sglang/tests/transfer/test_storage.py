@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from engines.setups import TRITON
+from tools.recompute_verdicts import clean, told
 
 PAGE, LAYERS, HALVES = 4, 3, "kv"
 STORAGE = {
@@ -183,3 +184,36 @@ def test_a_short_file_is_refused_by_sglang(launch, tmp_path):
     assert store.engine.findings()["violations"] == []
     assert again["outputs"] == first["outputs"]
     assert "Short read" in store.engine.log
+
+
+AGAIN = dict(
+    CANARY_RECOMPUTE="100%", CANARY_TRANSFER_RECORDS="false", CANARY_LEDGER_PRIVATE="", CANARY_BYTES="off",
+    CANARY_SCRUB_BUDGET="0",
+)  # fmt: skip
+"""Requests are computed again, and nothing else looks at what comes back."""
+
+
+def test_requests_beside_tiers_are_computed_again(launch, tmp_path):
+    """Host memory and files bring prefixes to users' requests alone: what is stored, and what is answered, is the same
+    without Canary. Then files with pages of other prompts, which only the second computation finds."""
+    room = {"max_total_tokens": 960, "max_running_requests": 6, "dtype": "float32"}
+    store = Stored(launch, tmp_path / "watched", room, **AGAIN)
+    plain = Stored(launch, tmp_path / "plain", room, CANARY_MODE="off")
+    asked = dict(prompts=[prompt for seed in (1, 2, 3, 4, 5) * 2 for prompt in prompts(seed)], new_tokens=40)
+    done = store.engine.recompute_traffic(**asked)
+    assert done["outputs"] == plain.engine.serve(**asked)["outputs"]
+    assert [page.name for page in store.files()] == [page.name for page in plain.files()]
+    assert store.engine.arrivals()["loaded_slots"] > 500
+    judged, same = clean(done)
+    assert judged >= 80
+    assert same >= 60
+    left = store.engine.parked_verify()
+    assert left["violations"] == []
+    assert {answer["verdict"] for answer in left["answers"]} == {"same", "gone"}
+    pages = store.files()
+    contents = [page.read_bytes() for page in pages]
+    for page, content in zip(pages, contents[1:] + contents[:1], strict=True):
+        page.write_bytes(content)
+    found = told(store.engine.recompute_traffic(**asked))
+    assert found
+    assert {(layer, why) for layer, _, _, why in found} == {(0, "brought")}

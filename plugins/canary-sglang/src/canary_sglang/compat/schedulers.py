@@ -283,7 +283,7 @@ def recompute_refusal(scheduler: Any) -> str | None:
         return f"with speculation by {algorithm} nothing is computed again: which KV it leaves is not known"
     if getattr(scheduler.token_to_kv_pool_allocator, "swa_req_ring", False):
         return "models with rings for windows are not computed again"
-    if getattr(args, "enable_hierarchical_cache", False) or getattr(args, "enable_lmcache", False):
+    if any(getattr(args, name, False) for name in ("enable_lmcache", "enable_unified_cache_external_linker")):
         return "a tier of the prefix cache would keep what is computed, or bring it"
     if getattr(args, "dllm_algorithm", None) is not None or getattr(args, "enable_hisparse", False):
         return "the model's attention is not that of each token to all before"
