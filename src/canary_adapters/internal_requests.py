@@ -82,11 +82,11 @@ class InternalRequests(ABC):
         """Why ``prefix`` can't be computed again just now, None if it can: an adapter must be loaded already."""
         return None
 
-    def spare(self, request: str) -> int | None:
-        """Makes room for the proof of a parked prefix, in an idle engine: in blocks without use for the prefix cache,
-        and in those that the next request would evict, at most `PROOF_SHARE` of the pool and none of the prefix itself.
-        Returns the number of blocks or slots evicted just now; None for no room."""
-        return None
+    def spare(self, request: str) -> bool:
+        """Whether there is room for the proof of a parked prefix in an idle engine: in blocks without use for the prefix
+        cache. Evicts first what the next request would evict, at most `PROOF_SHARE` of the pool and nothing of the
+        prefix itself; counts it by `ParkedPrefixes.evicted`."""
+        return False
 
     @abstractmethod
     def begin(self, name: str, request: str, tokens: int) -> str | None:

@@ -10,7 +10,7 @@ from itertools import chain, islice, takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
-from canary_adapters.parked_prefixes import PROOF_SHARE, GroupBlocks, ParkedPrefix
+from canary_adapters.parked_prefixes import PROOF_SHARE, GroupBlocks, ParkedPrefix, ParkedPrefixes
 from canary_core import Patches
 
 _NUMBER = attrgetter("block_id")
@@ -116,21 +116,21 @@ def free_blocks(pool: Any) -> Iterator[Any]:
         block, left = block.next_free_block, left - 1
 
 
-def room_for_proof(pool: Any, held: GroupBlocks) -> int | None:
-    """Evicts what stands in the way of a second computation of a parked prefix in the blocks ``held``, by vLLM's own
-    function: see `InternalRequests.spare`. Free blocks are taken from the front, where vLLM puts back those without a
-    key; before a release that does so nothing is evicted."""
+def room_for_proof(pool: Any, held: GroupBlocks, known: ParkedPrefixes) -> bool:
+    """`InternalRequests.spare` of a prefix in the blocks ``held``, in vLLM's ``pool``. Free blocks are taken from the
+    front, where vLLM puts back those without a key; by a release that doesn't nothing is evicted."""
     needed = sum(len(blocks) + 1 for blocks in held)
     front = list(islice(free_blocks(pool), needed))
     keyed = {block.block_id for block in front if block.block_hash is not None}
     if len(front) < needed:
-        return None
+        return False
     if keyed:
         much = needed > int(PROOF_SHARE * len(pool.blocks)) or not hasattr(pool.free_block_queue, "prepend_n")
         if much or not keyed.isdisjoint(chain.from_iterable(held)):
-            return None
+            return False
         pool.evict_blocks(keyed)
-    return len(keyed)
+        known.evicted(len(keyed))
+    return True
 
 
 def _keeps(block: KeyedBlock) -> bool:

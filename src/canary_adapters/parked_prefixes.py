@@ -133,8 +133,7 @@ class ParkedPrefixes:
 
     def evicted(self, number: int) -> None:
         """So many blocks or slots left the prefix cache, for a proof in an idle engine."""
-        if number:
-            self._counts["parked_evicted"] += number
+        self._counts["parked_evicted"] += number
 
     def counted(self) -> dict[str, int]:
         """By counter of `Canary.stats`, since the last call."""

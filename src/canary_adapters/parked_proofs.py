@@ -57,19 +57,15 @@ class ParkedProofs:
         room; and the counter of what others lacked, None for nothing. An adapter counts only where there is none."""
         known, lacks = self._engine.parked, None
         self._rest_until = self._clock() + REST_S
-        if isinstance(known, str):
-            return None, None
-        for prefix in known.by_proof():
+        for prefix in () if isinstance(known, str) else known.by_proof():
             if prefix.left() >= LEAST_TOKENS:
                 if self._engine.hindered(prefix) is not None:
                     lacks = lacks or "parked_no_adapter"
-                    continue
-                evicted = self._engine.spare(f"{PARKED}{prefix.name}")
-                if evicted is not None:
-                    known.evicted(evicted)
+                elif self._engine.spare(f"{PARKED}{prefix.name}"):
                     self._idle_since = self._clock()
                     return prefix, NO_ROOM if lacks == NO_ROOM else None
-                lacks = NO_ROOM
+                else:
+                    lacks = NO_ROOM
         return None, lacks
 
     def rest(self, share: float) -> None:

@@ -178,9 +178,9 @@ class SchedulerRequests(InternalRequests):
         alike = any(one is not None and (one.lora_int_id, one) == (adapter.lora_int_id, adapter) for one in used)
         return None if loaded and (alike or not used) else LOST_ADAPTER
 
-    def spare(self, request: str) -> int | None:
+    def spare(self, request: str) -> bool:
         """See `InternalRequests`."""
-        return room_for_proof(self._manager.block_pool, self.blocks(request))
+        return not isinstance(self.parked, str) and room_for_proof(self._manager.block_pool, self.blocks(request), self.parked)
 
     def begin(self, name: str, request: str, tokens: int) -> str | None:
         """See `InternalRequests`."""
