@@ -34,8 +34,8 @@ GONE = "it ended, or was preempted, before it was computed again"
 NO_CHOICE = {
     "recompute_no_room": "requests of users wait, or fill the batch or the pool: no second one fits in beside them",
     "recompute_too_short": f"without a hit or a preemption they must have {LEAST_TOKENS} decoded tokens",
-    NO_ROOM: f"of what ended requests left some has no room: a proof takes no more than {PROOF_SHARE:.0%} of a pool that"
-    " the prefix cache fills, and nothing of the prefix itself",
+    NO_ROOM: "some of what ended requests left has no room: the prefix cache fills the pool, and a proof takes no more"
+    f" than {PROOF_SHARE:.0%} of that, and nothing of the prefix itself",
     "parked_no_adapter": f"of what ended requests left: {LOST_ADAPTER}",
 }
 """Reasons for which nothing is computed again, by the name of the counter."""

@@ -180,7 +180,9 @@ class SchedulerRequests(InternalRequests):
 
     def spare(self, request: str) -> bool:
         """See `InternalRequests`."""
-        return not isinstance(self.parked, str) and room_for_proof(self._manager.block_pool, self.blocks(request), self.parked)
+        return not isinstance(self.parked, str) and room_for_proof(
+            self._manager.block_pool, self.blocks(request), self.parked
+        )
 
     def begin(self, name: str, request: str, tokens: int) -> str | None:
         """See `InternalRequests`."""

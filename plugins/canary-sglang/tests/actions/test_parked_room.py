@@ -72,4 +72,4 @@ def test_what_takes_more_is_not_proven(roomy):
     assert not {name for name, _, _ in done["answers"]} & {*whole}
     assert sum(before.values()) - sum(roomy.parked_left().values()) <= MOST
     assert done["stats"]["parked_evicted"] - stats["parked_evicted"] <= MOST
-    assert done["stats"]["parked_no_room"] - stats.get("parked_no_room", 0) >= 15
+    assert done["stats"]["parked_no_room"] - stats.get("parked_no_room", 0) >= 5

@@ -75,8 +75,8 @@ class RadixPrefixes:
         self._patches.wrap(cache, caches.publishes(cache), self._publishes)
 
     def make_room(self, prefix: RadixPrefix, tokens: int) -> bool:
-        """Whether so many slots are free for a proof of ``prefix``: see `InternalRequests.spare`. A leaf is evicted as a
-        whole, as SGLang does; follows from the cache and the pool alone, so that all ranks do the same."""
+        """Whether so many slots are free for a proof of ``prefix``: see `InternalRequests.spare`. SGLang evicts leaves
+        as a whole. Follows from the cache and the pool alone, so that all ranks do the same."""
         pool = self.cache.token_to_kv_pool_allocator
         most = int(PROOF_SHARE * int(pool.size))
         while (free := int(pool.available_size())) < tokens <= most:

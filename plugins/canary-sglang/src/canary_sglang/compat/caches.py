@@ -153,8 +153,8 @@ def matched_state(cache: Any, tokens: Any, extra_key: str | None, cache_salt: st
 
 
 def oldest_leaf(cache: Any) -> tuple[Any, int]:
-    """The node that the cache evicts next, as of `matched`, and its number of tokens; None and 0 for no such node, and in a
-    cache whose nodes have windows or states beside. For a cache without a `lookup_refusal`; changes nothing there."""
+    """The node that the cache evicts next, as of `matched`, and its number of tokens; None and 0 for no such node, and
+    in a cache whose nodes have windows or states beside. For a cache without a `lookup_refusal`; changes nothing."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     core, kind = cache.tree_core, ComponentType.FULL
