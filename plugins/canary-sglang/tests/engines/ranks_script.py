@@ -1,9 +1,9 @@
 """``sglang.Engine`` with several ranks: ``python -m engines.ranks_script FOLDER OPTIONS`` serves
 FOLDER/phases.json.
 
-A phase has ``control`` (see `tools.ranks_witness`), ``prompts`` and ``new_tokens``, and maybe ``idle_s``, for which nobody is
-served after it. Prints one JSON line for each, after ``PHASE``: by prompt its tokens and how it ended. ``OPTIONS``, a
-JSON object: more `ServerArgs`, and ``model``, one of `models.MODELS`.
+A phase has ``control`` (see `tools.ranks_witness`), ``prompts`` and ``new_tokens``, and maybe ``idle_s``, for which
+nobody is served after it. Prints one JSON line for each, after ``PHASE``: by prompt its tokens and how it ended.
+``OPTIONS``, a JSON object: more `ServerArgs`, and ``model``, one of `models.MODELS`.
 """
 
 import asyncio
