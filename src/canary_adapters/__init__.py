@@ -31,7 +31,7 @@ from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.marked_outputs import MARK, carried, mark
 from canary_adapters.on_stream import OnStream
 from canary_adapters.parked_blocks import follow_releases, free_blocks
-from canary_adapters.parked_prefixes import LOST_ADAPTER, UNREMEMBERED, ParkedPrefix, ParkedPrefixes
+from canary_adapters.parked_prefixes import LOST_ADAPTER, PROOF_SHARE, UNREMEMBERED, ParkedPrefix, ParkedPrefixes
 from canary_adapters.parked_proofs import NOT_REMEMBERED, UNKNOWN_PREFIX
 from canary_adapters.pools import (
     GrowingPool,
@@ -87,6 +87,7 @@ __all__ = [
     "LOST_ADAPTER",
     "MARK",
     "NOT_REMEMBERED",
+    "PROOF_SHARE",
     "TABLE_STEP",
     "UNKNOWN_PREFIX",
     "UNREMEMBERED",

@@ -83,7 +83,9 @@ class InternalRequests(ABC):
         return None
 
     def spare(self, request: str) -> bool:
-        """Whether there is room for a parked prefix in blocks without use for the prefix cache."""
+        """Whether a proof of a parked prefix has room in an idle engine: in blocks without use for the prefix cache. If
+        need be evicts what the next request would evict, at most `PROOF_SHARE` of the pool and nothing of the prefix
+        itself; counts that by `ParkedPrefixes.evicted`."""
         return False
 
     @abstractmethod

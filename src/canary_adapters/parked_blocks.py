@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
-from canary_adapters.parked_prefixes import GroupBlocks, ParkedPrefix
+from canary_adapters.parked_prefixes import PROOF_SHARE, GroupBlocks, ParkedPrefix, ParkedPrefixes
 from canary_core import Patches
 
 _NUMBER = attrgetter("block_id")
@@ -114,6 +114,23 @@ def free_blocks(pool: Any) -> Iterator[Any]:
     while block is not None and block is not queue.fake_free_list_tail and left:
         yield block
         block, left = block.next_free_block, left - 1
+
+
+def room_for_proof(pool: Any, held: GroupBlocks, known: ParkedPrefixes) -> bool:
+    """`InternalRequests.spare` of a prefix in the blocks ``held``, in vLLM's ``pool``. Free blocks are taken from the
+    front, where vLLM puts back those without a key; by a release that doesn't nothing is evicted."""
+    needed = sum(len(blocks) + 1 for blocks in held)
+    front = list(islice(free_blocks(pool), needed))
+    keyed = {block.block_id for block in front if block.block_hash is not None}
+    if len(front) < needed:
+        return False
+    if keyed:
+        much = needed > int(PROOF_SHARE * len(pool.blocks)) or not hasattr(pool.free_block_queue, "prepend_n")
+        if much or not keyed.isdisjoint(chain.from_iterable(held)):
+            return False
+        pool.evict_blocks(keyed)
+        known.evicted(len(keyed))
+    return True
 
 
 def _keeps(block: KeyedBlock) -> bool:

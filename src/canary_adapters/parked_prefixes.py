@@ -28,6 +28,10 @@ LOST_ADAPTER = "its adapter is not loaded just now, or about to be replaced: an 
 REMEMBERED = 2
 """Remembered tokens of ended requests for each token of the prefix cache: prefixes are shared."""
 
+PROOF_SHARE = 0.01
+"""Most of the pool that the proofs of an idle engine take from the prefix cache: all use the same part, one after the
+other, until requests of users take it."""
+
 ENTRY_TOKENS = 64
 """Share of the bound for one request, beside its tokens."""
 
@@ -126,6 +130,10 @@ class ParkedPrefixes:
     def proven(self, prefix: ParkedPrefix) -> None:
         """``prefix`` was computed again just now."""
         prefix.proven = next(self._proofs)
+
+    def evicted(self, number: int) -> None:
+        """So many blocks or slots left the prefix cache, for a proof in an idle engine."""
+        self._counts["parked_evicted"] += number
 
     def counted(self) -> dict[str, int]:
         """By counter of `Canary.stats`, since the last call."""

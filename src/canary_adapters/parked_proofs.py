@@ -11,6 +11,9 @@ UNKNOWN_PREFIX = (
 )
 NOT_REMEMBERED = "what requests leave in the prefix cache is not remembered here: {why}; verify a request while it runs"
 
+NO_ROOM = "parked_no_room"
+"""Counter of looks in which a prefix was passed over for want of room."""
+
 REST_S = 0.1
 """Least time between two parked prefixes computed again by an idle engine without being asked for."""
 
@@ -50,8 +53,8 @@ class ParkedProofs:
         return None if isinstance(known, str) or not known.names() else max(self._rest_until - self._clock(), 0.0)
 
     def begin(self) -> tuple[ParkedPrefix | None, str | None]:
-        """The least recently proven one with enough left, no `InternalRequests.hindered`, and without need for the
-        eviction of another; and the counter of what another one lacked, None for nothing."""
+        """The least recently proven one with enough left, no `InternalRequests.hindered`, and `InternalRequests.spare`
+        room; and the counter of what others lacked, None for nothing. An adapter counts only where there is none."""
         known, lacks = self._engine.parked, None
         self._rest_until = self._clock() + REST_S
         for prefix in () if isinstance(known, str) else known.by_proof():
@@ -60,9 +63,9 @@ class ParkedProofs:
                     lacks = lacks or "parked_no_adapter"
                 elif self._engine.spare(f"{PARKED}{prefix.name}"):
                     self._idle_since = self._clock()
-                    return prefix, lacks
+                    return prefix, NO_ROOM if lacks == NO_ROOM else None
                 else:
-                    lacks = "parked_no_room"
+                    lacks = NO_ROOM
         return None, lacks
 
     def rest(self, share: float) -> None:

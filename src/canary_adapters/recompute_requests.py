@@ -14,8 +14,8 @@ from canary_adapters.internal_requests import (
     Running,
     named_like,
 )
-from canary_adapters.parked_prefixes import ALL_PARKED, LOST_ADAPTER, PARKED
-from canary_adapters.parked_proofs import ParkedProofs, too_little
+from canary_adapters.parked_prefixes import ALL_PARKED, LOST_ADAPTER, PARKED, PROOF_SHARE
+from canary_adapters.parked_proofs import NO_ROOM, ParkedProofs, too_little
 from canary_adapters.sheltered import Sheltered
 from canary_adapters.touched_requests import TouchedRequests
 from canary_core import Event, emit
@@ -34,7 +34,8 @@ GONE = "it ended, or was preempted, before it was computed again"
 NO_CHOICE = {
     "recompute_no_room": "requests of users wait, or fill the batch or the pool: no second one fits in beside them",
     "recompute_too_short": f"without a hit or a preemption they must have {LEAST_TOKENS} decoded tokens",
-    "parked_no_room": "the prefix cache fills the pool, and an idle engine evicts nothing of it for a proof",
+    NO_ROOM: "some of what ended requests left has no room: the prefix cache fills the pool, and a proof takes no more"
+    f" than {PROOF_SHARE:.0%} of that, and nothing of the prefix itself",
     "parked_no_adapter": f"of what ended requests left: {LOST_ADAPTER}",
 }
 """Reasons for which nothing is computed again, by the name of the counter."""
@@ -71,8 +72,9 @@ class Recomputes:
         self._wanted: deque[str] = deque()
         self._one: Internal | None = None
         self._numbers = itertools.count(1)
-        self._credit, self._step, self._taught, self._starved = 0.0, 0, 0, 0
+        self._credit, self._step, self._taught = 0.0, 0, 0
         self._counts: Counter[str] = Counter()
+        self._starved: Counter[bool] = Counter()
         self._verified: dict[str, int] = {}
         self._missed: list[RecomputePair] = []
         self.live: set[str] = set()
@@ -156,8 +158,10 @@ class Recomputes:
         chosen, lacks = self._proofs.begin()
         if chosen is not None:
             self._begin(f"{PARKED}{chosen.name}", asked=False)
-        elif lacks is not None:
-            self._starves(lacks)
+        if lacks is not None:
+            self._starves(lacks, parked=True)
+        elif chosen is not None:
+            self._starved[True] = 0
         return None
 
     def stop(self, why: str) -> None:
@@ -207,11 +211,12 @@ class Recomputes:
             self._starves("recompute_too_short" if fit else "recompute_no_room")
         return None
 
-    def _starves(self, how: str) -> None:
-        """Nothing was chosen, though there are requests or prefixes that were not computed again. how: the counter."""
+    def _starves(self, how: str, parked: bool = False) -> None:
+        """Nothing was chosen, though there are requests that were not computed again; or a prefix was passed over. how:
+        the counter."""
         self._counts[how] += 1
-        self._starved += 1
-        told = recompute_starved(self._starved, NO_CHOICE[how])
+        self._starved[parked] += 1
+        told = recompute_starved(self._starved[parked], NO_CHOICE[how])
         if told is not None:
             emit(told)
 
@@ -290,7 +295,8 @@ class Recomputes:
 
     def _count(self, done: Internal) -> None:
         """After the last one of a number nothing is chosen any more."""
-        self._starved = 0
+        if done.parked is None:
+            self._starved[False] = 0
         if self._left is not None and not done.asked:
             self._left -= 1
             if self._left <= 0:

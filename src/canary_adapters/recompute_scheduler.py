@@ -1,6 +1,5 @@
 """`SchedulerRequests`: internal requests of a scheduler like vLLM's, in the scheduler's process."""
 
-import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 
 from canary_adapters.internal_requests import InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.marked_outputs import WANTED
-from canary_adapters.parked_blocks import BlockPrefix, free_blocks
+from canary_adapters.parked_blocks import BlockPrefix, room_for_proof
 from canary_adapters.parked_prefixes import LOST_ADAPTER, UNREMEMBERED, GroupBlocks, ParkedPrefix, ParkedPrefixes
 from canary_adapters.recompute_pairs import RecomputePairs
 from canary_adapters.recompute_requests import Recomputes
@@ -180,10 +179,10 @@ class SchedulerRequests(InternalRequests):
         return None if loaded and (alike or not used) else LOST_ADAPTER
 
     def spare(self, request: str) -> bool:
-        """See `InternalRequests`. vLLM takes free blocks from the front."""
-        needed = sum(len(blocks) + 1 for blocks in self.blocks(request))
-        front = list(itertools.islice(free_blocks(self._manager.block_pool), needed))
-        return len(front) == needed and all(block.block_hash is None for block in front)
+        """See `InternalRequests`."""
+        return not isinstance(self.parked, str) and room_for_proof(
+            self._manager.block_pool, self.blocks(request), self.parked
+        )
 
     def begin(self, name: str, request: str, tokens: int) -> str | None:
         """See `InternalRequests`."""

@@ -107,6 +107,23 @@ def plain(tmp_path_factory):
 
 
 @BESIDE
+def test_idle_ranks_prove_a_full_cache_alike(tmp_path):
+    """Both evict the same part of the pool for it, and compute the same requests again in the same slots."""
+    slots, folder = 7000, tmp_path / "guarded"
+    full = [prompt(f"full {n}", 53) for n in range(slots // 60 + 10)]
+    # One after the other, the last ones leave less free than one of them needs.
+    phases = [phase("nothing", full, 8), *[phase("nothing", [prompt(n, 20)], 8) for n in range(4)]]
+    phases[-1]["idle_s"] = 10
+    serve(folder, {**OPTIONS, "max_total_tokens": slots}, phases, PLUGIN, **ALL)
+    assert alike(folder)
+    for rank in (0, 1):
+        assert told(folder, rank, "violation") == []
+        assert counts(folder, rank)["recomputed_requests"] >= 10
+        assert 0 < counts(folder, rank)["parked_evicted"] <= len(phases) * slots // 100
+        assert counts(folder, rank)["parked_evicted"] == counts(folder, 0)["parked_evicted"]
+
+
+@BESIDE
 @pytest.mark.where(pytest.mark.beyond_ci("the same where Canary is switched off"), how="fail")
 @pytest.mark.parametrize("how", ["off", "fail"])
 def test_the_end_of_one_ranks_canary_ends_it_on_both(tmp_path, how, plain):

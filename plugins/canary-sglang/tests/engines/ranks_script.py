@@ -1,14 +1,15 @@
 """``sglang.Engine`` with several ranks: ``python -m engines.ranks_script FOLDER OPTIONS`` serves
 FOLDER/phases.json.
 
-A phase has ``control`` (see `tools.ranks_witness`), ``prompts`` and ``new_tokens``. Prints one JSON line for each,
-after ``PHASE``: by prompt its tokens and how it ended. ``OPTIONS``, a JSON object: more `ServerArgs`, and ``model``,
-one of `models.MODELS`.
+A phase has ``control`` (see `tools.ranks_witness`), ``prompts`` and ``new_tokens``, and maybe ``idle_s``, for which
+nobody is served after it. Prints one JSON line for each, after ``PHASE``: by prompt its tokens and how it ended.
+``OPTIONS``, a JSON object: more `ServerArgs`, and ``model``, one of `models.MODELS`.
 """
 
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def main() -> None:
         done = engine.loop.run_until_complete(serve(engine, phase["prompts"], phase["new_tokens"]))
         sys.stdout.write("\nPHASE " + json.dumps(done) + "\n")
         sys.stdout.flush()
+        time.sleep(phase.get("idle_s", 0))
     engine.shutdown()
 
 

@@ -100,7 +100,7 @@ def canary_violation(violation: Any) -> None:
     tell({"violation": violation.fields()})
 
 
-COUNTED = ("ranks_", "recompute", "attention_")
+COUNTED = ("ranks_", "recompute", "attention_", "parked_")
 
 
 @hookimpl

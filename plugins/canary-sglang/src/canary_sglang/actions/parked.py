@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from canary_adapters import ParkedPrefix, ParkedPrefixes, is_internal
+from canary_adapters import PROOF_SHARE, ParkedPrefix, ParkedPrefixes, is_internal
 from canary_core import Patches
 from canary_sglang.actions.touches import touches
 from canary_sglang.compat import caches, schedulers
@@ -43,6 +43,10 @@ class RadixPrefix(ParkedPrefix):
         tokens: the next hit reads the present ones."""
         return caches.matched(self.cache, self.key, self.extra_key, self.cache_salt)[0]
 
+    def lowest(self) -> Any:
+        """The lowest node of the tokens counted by `left`."""
+        return caches.matched(self.cache, self.key, self.extra_key, self.cache_salt)[1]
+
     def blocks(self) -> Sequence[Tensor]:
         """Slots of each region by position, in the place of blocks; no more than are left."""
         where = self.cache, self.key, self.extra_key, self.cache_salt
@@ -66,8 +70,30 @@ class RadixPrefixes:
         self.cache = cache
         self.known = ParkedPrefixes.of_cache(tokens)
         self._slots, self._sheltered = slots, sheltered
+        self._taken, self._stuck = 0, (-1, -1)
         self._patches = Patches()
         self._patches.wrap(cache, caches.publishes(cache), self._publishes)
+
+    def make_room(self, prefix: RadixPrefix, tokens: int) -> bool:
+        """Whether so many slots are free for a proof of ``prefix``: see `InternalRequests.spare`. SGLang evicts leaves
+        as a whole. Follows from the cache and the pool alone, so that all ranks do the same."""
+        pool = self.cache.token_to_kv_pool_allocator
+        most = int(PROOF_SHARE * int(pool.size))
+        while (free := int(pool.available_size())) < tokens <= most:
+            # Requests of users may have taken some of it.
+            self._taken = min(self._taken, free)
+            sizes = free, int(self.cache.evictable_size())
+            node, length = (None, 0) if sizes == self._stuck else caches.oldest_leaf(self.cache)
+            if node is None or self._taken + length > most:
+                # The same for each other prefix, in an engine that stays as it is.
+                self._stuck = sizes
+                break
+            evicted = 0 if node == prefix.lowest() else caches.evict_oldest_leaf(self.cache)
+            if not evicted:
+                break
+            self._taken += evicted
+            self.known.evicted(evicted)
+        return tokens <= free
 
     def close(self) -> None:
         """Nothing is followed any more."""

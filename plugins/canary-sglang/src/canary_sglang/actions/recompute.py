@@ -232,13 +232,12 @@ class SchedulerRecompute(InternalRequests):
         return None if adapter is None or adapter in runners.adapters(self._runner) else LOST_ADAPTER
 
     def spare(self, request: str) -> bool:
-        """See `InternalRequests`. With so many free slots, and states, SGLang evicts nothing."""
-        scheduler, target = self._scheduler, self._in_turn(request)
-        if target is None:
+        """See `InternalRequests`. With so many free slots, and states, SGLang itself evicts nothing."""
+        scheduler, target, prefix = self._scheduler, self._in_turn(request), self.prefix(request)
+        if target is None or self._prefixes is None or not isinstance(prefix, RadixPrefix):
             return False
         needed = target.tokens + SPARE * int(scheduler.page_size)
-        fits = needed <= int(scheduler.token_to_kv_pool_allocator.available_size())
-        return fits and caches.states_fit(scheduler.tree_cache, evicts=False)
+        return caches.states_fit(scheduler.tree_cache, evicts=False) and self._prefixes.make_room(prefix, needed)
 
     def _in_turn(self, request: str) -> Running | None:
         """The target, where nobody else waits or is between two chunks."""

@@ -152,6 +152,28 @@ def matched_state(cache: Any, tokens: Any, extra_key: str | None, cache_salt: st
     return torch.empty(0, dtype=torch.int64) if state is None else state
 
 
+def oldest_leaf(cache: Any) -> tuple[Any, int]:
+    """The node that the cache evicts next, as of `matched`, and its number of tokens; None and 0 for no such node, and
+    in a cache whose nodes have windows or states beside. For a cache without a `lookup_refusal`; changes nothing."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    core, kind = cache.tree_core, ComponentType.FULL
+    needed = ("evict_device_start", "evict_device_next_node", "evict_device_end")
+    if cache.supports_swa() or cache.supports_mamba() or missing_in(core, needed) is not None:
+        return None, 0
+    core.evict_device_start(kind, 1)
+    try:
+        node = core.evict_device_next_node(kind, {kind: 0}).node_id
+    finally:
+        core.evict_device_end(kind)
+    return node, 0 if node is None else _key_length(core, node)
+
+
+def evict_oldest_leaf(cache: Any) -> int:
+    """Evicts the `oldest_leaf`; returns the number of tokens."""
+    return _evict(cache, 1)
+
+
 def evicted(result: Any) -> int:
     """Number of tokens given up by a cache's ``evict``, from its result."""
     return int(result.num_tokens_evicted)
@@ -232,12 +254,16 @@ class StatesAbove:
 
 def _parent(core: Any, node: int) -> int | None:
     """The number of a node's parent; None where the core does not tell."""
+    found = core.validate_buffer_backup(node, _key_length(core, node))
+    return None if found is None else int(found.parent_node_id)
+
+
+def _key_length(core: Any, node: int) -> int:
+    """Number of a node's own tokens."""
     if hasattr(core, "_binding"):
         (length,) = core._binding.get_node_key_lengths([node])
-    else:
-        length = len(core.node_by_id(node).key)
-    found = core.validate_buffer_backup(node, length)
-    return None if found is None else int(found.parent_node_id)
+        return int(length)
+    return len(core.node_by_id(node).key)
 
 
 ALL_TOKENS = 1 << 40
