@@ -17,6 +17,7 @@ from canary_adapters.block_lists import BlockLists, GivenBlocks, GivenLens, Requ
 from canary_adapters.block_loads import BlockLoads
 from canary_adapters.block_replay import BlockLoad, BlockMessage, BlockReplay
 from canary_adapters.complete_blocks import CompleteBlocks
+from canary_adapters.compressed_kv import Projection
 from canary_adapters.contents import content_numbers, embedding_numbers, media_number, put_embeddings, put_media
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
@@ -136,6 +137,7 @@ __all__ = [
     "PrefixLens",
     "ProbedLayouts",
     "ProbedPiece",
+    "Projection",
     "Prompts",
     "RecomputePair",
     "RecomputePairs",
