@@ -29,8 +29,8 @@ class Attended:
     first: position of the first of ``n`` queries. queries: ``[n, heads, dim]``. keys, values: ``[first + n, kv_heads,
     dim]``, as attention was given them. output: ``[n, heads, dim]``. computed, computed_keys: ``[n, kv_heads, dim]``,
     the last values and keys as the layer has computed them, before anything has stored them; None where nobody knows.
-    compressed: where keys and values are computed from compressed KV, its last ``n`` rows ``[n, dim]`` as the cache holds
-    them, and as the layer has computed them.
+    compressed: where keys and values are computed from compressed KV, its last ``n`` rows, ``[n, dim]``, as the cache
+    holds them, and as the layer has computed them.
     """
 
     layer: int

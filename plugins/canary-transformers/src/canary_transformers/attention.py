@@ -86,8 +86,8 @@ class _Projections:
             return {}
         if expanded is None:
             return {"computed": last[0].view(-1, *values.shape[1:])}
-        read, computed_keys, computed = expanded
-        return {"computed": computed, "computed_keys": computed_keys, "compressed": (read, last[0].view(read.shape))}
+        compressed = expanded.rows[:, : last.shape[-1]], last[0]
+        return {"computed": expanded.values, "computed_keys": expanded.keys, "compressed": compressed}
 
     def remove(self) -> None:
         """All hooks."""
