@@ -1,4 +1,4 @@
-"""`AttentionCalls`: how an engine's layers compute attention, and what a call of theirs is given."""
+"""`AttentionCalls`: how an engine's layers compute attention; `Operands`: tensors of one call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +17,9 @@ def _no_scales(number: int) -> str:
 
 
 class Operands(NamedTuple):
-    """Of one call of a layer's attention, ``[tokens, heads, dim]`` each. output: its memory, unless the call gives the
-    output. expanded: where the call has no token of an earlier forward and the pool has compressed KV instead of
-    ``keys`` and ``values``, all of these as the layer has computed them."""
+    """Of one call of a layer's attention, ``[tokens, heads, dim]`` each. output: memory of the output, unless the call
+    gives the output. expanded: where the pool has compressed KV instead of ``keys`` and ``values``, all of these as
+    computed by the layer; such a call has no token of an earlier forward."""
 
     queries: Tensor
     keys: Tensor
@@ -54,9 +54,9 @@ class AttentionCalls:
 def unabsorbed(
     layers: Callable[[], Mapping[int, AttentionLayer]], number: int, *given: Any, output: Tensor, **more: Any
 ) -> Operands:
-    """Of a call of a layer of MLA that projects compressed KV by itself. ``given``: queries by head, compressed KV, its
-    rotated part, and last the metadata with the number of decoded tokens in front, which are not expanded. ``layers``:
-    those of `AttentionCalls`, with ``kv_b_proj``."""
+    """Of a call of a layer of MLA that projects compressed KV by itself. ``given``: queries by head, compressed KV, the
+    rotated part of keys, and last the metadata with the number of decodes in front, without expanded keys. ``layers``:
+    as of `AttentionCalls`, with ``kv_b_proj``."""
     queries, plain, rotated, *_, metadata = given
     heads, decoded = queries.shape[1], int(metadata.num_decode_tokens)
     rotated = rotated.reshape(len(rotated), 1, -1)

@@ -18,7 +18,7 @@ ATTENTION_TYPES = FULL | WINDOWED | BY_LAYER | COMPRESSED
 """Types of models whose attention is said by the fields of the configuration that are read here: without a window
 whatever fields there are, with one in each layer, by the type of the layer, or MLA without one."""
 YARN = frozenset({"yarn", "deepseek_yarn"})
-"""Types of rotation under which all engines have the same factor in the scale of MLA; vLLM and SGLang rename it."""
+"""Types of rotation with one factor in the scale of MLA, the same in all engines; vLLM and SGLang rename the first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

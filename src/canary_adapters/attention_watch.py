@@ -27,7 +27,7 @@ MOST_QUERIES = 1024
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 COMPRESSED_HALF = "kv"
-"""Name of what an engine stores of MLA."""
+"""Name of compressed KV in a pool."""
 COARSE = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 NO_MEMORY = "the device has no memory for a second computation of its attention"
@@ -35,8 +35,8 @@ OTHER_CALLS = "not all of its tokens came through the engine's function of atten
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """The last queries of one forward, with their output. own: of `Attended`, what does not come from the pool."""
+class _Queries:
+    """The last queries of one forward, with the output. own: fields of `Attended` that do not come from the pool."""
 
     first: int
     queries: Tensor
@@ -46,13 +46,13 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """An internal request. tokens: those seen, from the first one on. keys: as they should be in the pool, and values,
-    unless they are compressed. doubt: why there will be no verdict."""
+    """An internal request. tokens: number of seen ones, from the first on. keys, values: as computed for the pool;
+    compressed KV is in ``keys`` alone. doubt: why there will be no verdict."""
 
     request: str
     look: "AttentionLook"
     tokens: int = 0
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_Queries] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     doubt: str | None = None
@@ -196,7 +196,7 @@ class AttentionWatch:
         kept = {} if given.expanded is None else _own(given, given.expanded, rows, last)
         try:
             own = {name: tensor.clone() for name, tensor in kept.items()}
-            watched.parts.append(_Part(at, given.queries[last].clone(), output[last].clone(), own))
+            watched.parts.append(_Queries(at, given.queries[last].clone(), output[last].clone(), own))
         except torch.OutOfMemoryError:
             watched.doubt = NO_MEMORY
         if len(watched.parts) > 1 and watched.tokens - watched.parts[1].first >= MOST_QUERIES:
@@ -219,7 +219,7 @@ class AttentionWatch:
         return None
 
     def _halves(self, number: int) -> Sequence[str]:
-        """Names of what the pool has of a layer."""
+        """Names of the layer's halves in the pool."""
         compressed = self._layers[number].compressed and self._sources(number, COMPRESSED_HALF)
         return (COMPRESSED_HALF,) if compressed else ("k", "v")
 
@@ -265,7 +265,7 @@ class AttentionWatch:
 
 
 def _own(given: Operands, expanded: Expanded, rows: slice, last: slice) -> dict[str, Tensor]:
-    """Keys and values of a request's ``rows``, and those of its ``last`` ones as the layer has computed them."""
+    """Keys and values of a request's ``rows``, and of the ``last`` ones as computed by the layer."""
     return {
         "keys": given.keys[rows],
         "values": given.values[rows],

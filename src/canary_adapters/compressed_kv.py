@@ -1,4 +1,4 @@
-"""`Projection`: what the layer of MLA gave last that computes keys and values from compressed KV."""
+"""`Projection`: keys and values of MLA, as computed from compressed KV by a layer's projection."""
 
 from typing import Any, NamedTuple
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class Expanded(NamedTuple):
-    """Keys and values ``[tokens, heads, dim]``, and the compressed KV from which they were computed, ``[tokens, dim]``,
-    with the rotated part of keys behind it, as engines store it."""
+    """Keys and values ``[tokens, heads, dim]``. rows: the source of both, ``[tokens, dim]``: compressed KV with the
+    rotated part of keys behind, as in a pool."""
 
     rows: Tensor
     keys: Tensor

@@ -1,8 +1,8 @@
 """Attention of the model's layers, as one backend computes it for all.
 
-MLA calls it in one of two forms. Absorbed: queries are brought into the space of the compressed KV, which is the only
-head of keys, and its first numbers are the values. Expanded, where no token of the batch has a prefix: keys and values
-of each head are computed from the compressed KV, which is stored before.
+MLA has two forms of calls. Absorbed: queries are brought into the space of compressed KV, the only head of keys, with
+the values in the first numbers. Expanded, where no token of the batch has a prefix: keys and values of each head are
+computed from compressed KV, stored before the call.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def calls(runner: Any, regions: Sequence[Region]) -> AttentionCalls:
 
 @contextlib.contextmanager
 def _projecting(runner: Any, projection: Projection, number: int) -> Iterator[None]:
-    """``projection`` sees what expands the compressed KV of a layer, if it has any."""
+    """``projection`` sees the expansion of a layer's compressed KV meanwhile."""
     found = [
         module.kv_b_proj
         for module in runner.model.modules()
