@@ -17,9 +17,13 @@ MLA: dict[str, Any] = dict(
     routed_scaling_factor=1.0, norm_topk_prob=False, tie_word_embeddings=False, attention_bias=False,
 )  # fmt: skip
 """Sizes that Triton's kernels take; no layer has experts."""
+# Without YaRN, SGLang has no rotation of DeepSeek's on a CPU.
 YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32, beta_slow=1)
 TYPES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {**MLA, "q_lora_rank": None, "scoring_func": "softmax", "topk_method": "greedy"},
+    "deepseek_v2": {
+        **MLA, "q_lora_rank": None, "scoring_func": "softmax", "topk_method": "greedy",
+        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
     "deepseek_v3": {
         **MLA, "q_lora_rank": 48, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
         "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},

@@ -122,7 +122,7 @@ class Session:
         model = runner.vllm_config.model_config
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
         parameters = runner.get_model().named_parameters()
-        mla = {name: layer for name, layer in runners.layers(runner).items() if hasattr(layer, "forward_impl")}
+        mla = {name: layer for name, layer in runners.layers(runner).items() if hasattr(layer, "kv_b_proj")}
         attended = partial(attention_layers, model.hf_text_config, parameters, {**owners, **mla}, given)
         quantized = runners.quantized(runner)
         scales = partial(kv_scales, quantized, ("CPUAttentionBackendImpl",))

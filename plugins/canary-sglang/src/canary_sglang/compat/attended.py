@@ -76,6 +76,8 @@ def _operands(projection: Projection, number: int, *args: Any, **kwargs: Any) ->
         if given.get("cos_sin_cache") is not None:
             return "its kernel of attention rotates queries and keys"
         operands[:2] = _joined(layer, operands[0], given["q_rope"]), _joined(layer, operands[1], given["k_rope"])
+    if layer.qk_head_dim != layer.v_head_dim and getattr(layer, "k_scale_float", None) not in (None, 1.0):
+        return "its compressed KV is stored by a scale"
     q, k, v = operands
     q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
     k = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
