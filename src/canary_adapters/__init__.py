@@ -9,14 +9,15 @@ means. Nothing here imports an engine; sources, pools and tables neither read fr
 from canary_adapters.addresses import require_disjoint
 from canary_adapters.answer_lists import AnswerLists
 from canary_adapters.answers import ANSWER_TOKENS, AnswerCheck, AnswerParts
+from canary_adapters.attention_calls import AttentionCalls, Operands, unabsorbed
 from canary_adapters.attention_rules import ATTENTION_TYPES, AttentionLayer, attention_layers, attention_rule
-from canary_adapters.attention_watch import AttentionCalls
 from canary_adapters.block_breaches import BlockBreach, BlockSweep, count_breaches, report_breaches
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort, add_event
 from canary_adapters.block_lists import BlockLists, GivenBlocks, GivenLens, RequestBlocks, metadata_blocks, moved_states
 from canary_adapters.block_loads import BlockLoads
 from canary_adapters.block_replay import BlockLoad, BlockMessage, BlockReplay
 from canary_adapters.complete_blocks import CompleteBlocks
+from canary_adapters.compressed_kv import Expanded, Projection
 from canary_adapters.contents import content_numbers, embedding_numbers, media_number, put_embeddings, put_media
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
@@ -117,6 +118,7 @@ __all__ = [
     "EmbeddingFilter",
     "EmbeddingPart",
     "EmbeddingShards",
+    "Expanded",
     "FirstRows",
     "GivenBlocks",
     "GivenLens",
@@ -128,6 +130,7 @@ __all__ = [
     "LayerTensors",
     "Mark",
     "OnStream",
+    "Operands",
     "PackedPage",
     "PackedPool",
     "PagedPool",
@@ -137,6 +140,7 @@ __all__ = [
     "PrefixLens",
     "ProbedLayouts",
     "ProbedPiece",
+    "Projection",
     "Prompts",
     "RecomputePair",
     "RecomputePairs",
@@ -207,6 +211,7 @@ __all__ = [
     "slot_table",
     "stacked_layers",
     "token_table",
+    "unabsorbed",
     "unknown_tokens",
     "upload",
 ]

@@ -1,5 +1,6 @@
 """`attention_rule`: attention of one layer by Hugging Face's configuration of a model, whatever engine computes it."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +13,23 @@ from canary_core import AttentionRule
 FULL = frozenset({"granite", "llama", "olmo2"})
 WINDOWED = frozenset({"mistral", "mixtral", "qwen3_moe"})
 BY_LAYER = frozenset({"gemma2", "gemma3_text", "gpt_oss", "qwen2", "qwen2_moe", "qwen3", "smollm3"})
-ATTENTION_TYPES = FULL | WINDOWED | BY_LAYER
+COMPRESSED = frozenset({"deepseek_v2", "deepseek_v3"})
+ATTENTION_TYPES = FULL | WINDOWED | BY_LAYER | COMPRESSED
 """Types of models whose attention is said by the fields of the configuration that are read here: without a window
-whatever fields there are, with one in each layer, or by the type of the layer."""
+whatever fields there are, with one in each layer, by the type of the layer, or MLA without one."""
+YARN = frozenset({"yarn", "deepseek_yarn"})
+"""Types of rotation with one factor in the scale of MLA, the same in all engines; vLLM and SGLang rename the first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
     """One layer of an engine. region: the one with its KV. owner: the object that computes attention. rule: the reason
-    where none is known."""
+    where none is known. compressed: of a type of model with MLA."""
 
     region: str
     owner: Any
     rule: AttentionRule | str
+    compressed: bool = False
 
 
 def attention_layers(
@@ -37,8 +42,9 @@ def attention_layers(
     layer's name. ``regions``: names of the layers of each."""
     sinks = {name: parameter for name, parameter in parameters if name.endswith(".sinks")}
     own = {number: sinks[name] for name, number in layer_numbers([*sinks]).items()}
+    compressed = config.model_type in COMPRESSED
     return {
-        number: AttentionLayer(region, owners[name], attention_rule(config, number, own.get(number)))
+        number: AttentionLayer(region, owners[name], attention_rule(config, number, own.get(number)), compressed)
         for region, names in regions.items()
         for name, number in layer_numbers(names).items()
     }
@@ -54,12 +60,35 @@ def attention_rule(
     window = _window(config, layer) if known else 0
     if window == 0:
         return f"nobody has written down what attention of a {config.model_type} is"
+    if config.model_type in COMPRESSED:
+        return _compressed(config)
     if config.model_type in FULL and getattr(config, "sliding_window", None) and not stray_windows:
         return f"its configuration names a window, and a {config.model_type} has none"
     if config.model_type == "gpt_oss" and sinks is None:
         return "its sinks are not where they are looked for"
     cap = getattr(config, "attn_logit_softcapping", None)
     return AttentionRule(_scale(config), window, cap, None if sinks is None else sinks.detach())
+
+
+def _compressed(config: Any) -> AttentionRule | str:
+    """Of MLA, without the indexer of later types: DeepSeek-V2's scale, with the square of YaRN's factor."""
+    if getattr(config, "index_topk", None):
+        return "its attention reads the tokens that an indexer chooses"
+    rotation = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rotation.get("rope_type") or rotation.get("type") or "default"
+    scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
+    if kind == "default":
+        return AttentionRule(scale)
+    said = {name: rotation.get(name) for name in ("apply_yarn_scaling", "apply_scale", "attention_factor")}
+    if (
+        kind not in YARN
+        or said["attention_factor"] == 1.0
+        or False in (said["apply_yarn_scaling"], said["apply_scale"])
+    ):
+        return f"engines read its rotation in several ways ({kind}, {said})"
+    factor = float(rotation.get("factor") or 1.0)
+    more = 0.1 * float(rotation.get("mscale_all_dim") or 0.0) * math.log(factor) if factor > 1 else 0.0
+    return AttentionRule(scale * (1.0 + more) ** 2)
 
 
 def _scale(config: Any) -> float:

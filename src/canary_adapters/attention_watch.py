@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from canary_adapters.attention_calls import AttentionCalls, Operands
 from canary_adapters.attention_rules import AttentionLayer
+from canary_adapters.compressed_kv import Expanded
 from canary_adapters.internal_requests import is_internal
 from canary_core import Attended, AttentionRule, Canary, KVSource, Patches
 
@@ -24,38 +26,33 @@ MOST_QUERIES = 1024
 """Its last tokens, of which queries and outputs are kept, too; as many again where these come in several forwards."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+COMPRESSED_HALF = "kv"
+"""Name of compressed KV in a pool."""
 COARSE = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 NO_MEMORY = "the device has no memory for a second computation of its attention"
 OTHER_CALLS = "not all of its tokens came through the engine's function of attention, as where a graph is replayed"
 
 
-def _no_scales(number: int) -> str:
-    return "nobody knows its scales"
+@dataclass(frozen=True, slots=True, eq=False)
+class _Queries:
+    """The last queries of one forward, with the output. own: fields of `Attended` that do not come from the pool."""
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionCalls:
-    """How an engine's layers compute attention. layers: by number; asked for once. method: the owners' method.
-    operands: gives queries, keys, values, ``[tokens, heads, dim]`` each, and the output's memory unless the call gives
-    the output, of a layer's number and a call's arguments; nothing for another layer of the same owner, or the reason
-    against a look. scales: the factors by which attention of a layer, by number, reads keys and values stored in fp8;
-    or the reason for which it can't be computed from these alone."""
-
-    layers: Callable[[], Mapping[int, AttentionLayer]] = dict
-    method: str = ""
-    operands: Callable[..., Sequence[Tensor] | str] = tuple
-    scales: Callable[[int], tuple[float, float] | str] = _no_scales
+    first: int
+    queries: Tensor
+    output: Tensor
+    own: Mapping[str, Tensor]
 
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """An internal request. tokens: those seen, from the first one on. doubt: why there will be no verdict."""
+    """An internal request. tokens: number of seen ones, from the first on. keys, values: as computed for the pool;
+    compressed KV is in ``keys`` alone. doubt: why there will be no verdict."""
 
     request: str
     look: "AttentionLook"
     tokens: int = 0
-    queries: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    parts: list[_Queries] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     doubt: str | None = None
@@ -132,7 +129,8 @@ class AttentionWatch:
         patches = Patches()
         patches.wrap(layer.owner, self._calls.method, functools.partial(self._watches, watched, counts, order))
         try:
-            yield
+            with self._calls.around(watched.look.layer):
+                yield
         finally:
             patches.undo()
             if watched.tokens != before + counts[watched.request] and watched.doubt is None:
@@ -148,67 +146,82 @@ class AttentionWatch:
         @functools.wraps(attend)
         def watching(*args: Any, **kwargs: Any) -> Any:
             rows: slice | None = None
-            given: Sequence[Tensor] = ()
+            given: Operands | None = None
             with self._canary.guard("attention"):
-                rows, given = self._take(
-                    watched, counts, order(), self._calls.operands(watched.look.layer, *args, **kwargs)
-                )
+                found = self._calls.operands(watched.look.layer, *args, **kwargs)
+                rows, given = self._take(watched, counts, order(), found)
             result = attend(*args, **kwargs)
-            if rows is not None:
+            if rows is not None and given is not None:
                 with self._canary.guard("attention"):
-                    self._keep(watched, rows, given[0], result if len(given) < 4 else given[3])
+                    self._keep(watched, rows, given, result if given.output is None else given.output)
             return result
 
         return watching
 
     def _take(
-        self, watched: _Watched, counts: Mapping[str, int], names: Sequence[str], given: Sequence[Tensor] | str
-    ) -> tuple[slice | None, Sequence[Tensor]]:
-        """Keeps keys and values, which the store may change. Gives the rows whose queries and output come next, None
+        self, watched: _Watched, counts: Mapping[str, int], names: Sequence[str], found: Sequence[Any] | str | None
+    ) -> tuple[slice | None, Operands | None]:
+        """Keeps keys and values, which the store may change. Gives the request's rows, whose output comes next, None
         for none; and the operands."""
-        if not given:
-            return None, ()
-        watched.doubt = given if isinstance(given, str) else _doubt(watched, given, names, counts)
-        if isinstance(given, str) or watched.doubt is not None:
-            return None, ()
-        _, keys, values, *_ = given
+        if found is None:
+            return None, None
+        if isinstance(found, str):
+            watched.doubt = found
+            return None, None
+        given = Operands(*found)
+        watched.doubt = _doubt(watched, given, names, counts)
+        if watched.doubt is not None:
+            return None, None
         new = counts[watched.request]
         first = sum(counts.get(name, 0) for name in names[: names.index(watched.request)])
         rows = slice(first, first + new)
         try:
-            watched.keys.append(keys[rows].clone())
-            watched.values.append(values[rows].clone())
+            if given.expanded is None:
+                watched.keys.append(given.keys[rows].clone())
+                watched.values.append(given.values[rows].clone())
+            else:
+                watched.keys.append(given.expanded.rows[rows, None].clone())
         except torch.OutOfMemoryError:
             watched.doubt = NO_MEMORY
-            return None, ()
+            return None, None
         watched.tokens += new
-        return slice(first + max(0, new - MOST_QUERIES), first + new), given
+        return rows, given
 
-    def _keep(self, watched: _Watched, rows: slice, queries: Tensor, output: Any) -> None:
+    def _keep(self, watched: _Watched, rows: slice, given: Operands, output: Any) -> None:
         if not isinstance(output, Tensor) or output.dtype not in FLOATS:
             watched.doubt = f"its attention gives {getattr(output, 'dtype', type(output).__name__)}"
             return
-        at = watched.tokens - (rows.stop - rows.start)
+        last = slice(max(rows.start, rows.stop - MOST_QUERIES), rows.stop)
+        at = watched.tokens - (last.stop - last.start)
+        kept = {} if given.expanded is None else _own(given, given.expanded, rows, last)
         try:
-            watched.queries.append((at, queries[rows].clone(), output[rows].clone()))
+            own = {name: tensor.clone() for name, tensor in kept.items()}
+            watched.parts.append(_Queries(at, given.queries[last].clone(), output[last].clone(), own))
         except torch.OutOfMemoryError:
             watched.doubt = NO_MEMORY
-        if len(watched.queries) > 1 and watched.tokens - watched.queries[1][0] >= MOST_QUERIES:
-            del watched.queries[0]
+        if len(watched.parts) > 1 and watched.tokens - watched.parts[1].first >= MOST_QUERIES:
+            del watched.parts[0]
 
     def _rules(self) -> dict[int, AttentionRule | str]:
         self._layers = self._calls.layers()
         return {number: self._refusal(number) or layer.rule for number, layer in self._layers.items()}
 
     def _refusal(self, number: int) -> str | None:
-        for half in "kv":
+        for half in self._halves(number):
             sources = self._sources(number, half)
             if not sources:
                 return "its keys and values are not stored by themselves"
             scales = self._calls.scales(number) if sources[0].dtype in COARSE else ""
+            if half == COMPRESSED_HALF and sources[0].dtype in COARSE:
+                scales = "nobody has shown how compressed KV is read"
             if sources[0].dtype not in FLOATS and isinstance(scales, str):
                 return f"its KV is stored as {sources[0].dtype}{scales and ', and '}{scales}"
         return None
+
+    def _halves(self, number: int) -> Sequence[str]:
+        """Names of the layer's halves in the pool."""
+        compressed = self._layers[number].compressed and self._sources(number, COMPRESSED_HALF)
+        return (COMPRESSED_HALF,) if compressed else ("k", "v")
 
     def _sources(self, number: int, half: str) -> list[KVSource]:
         """All parts, in the order of heads."""
@@ -219,7 +232,8 @@ class AttentionWatch:
         from canary_core.ops.torch.compare_kv import elements, numbers
 
         look, read, made = watched.look, [], []
-        for half, parts in zip("kv", (watched.keys, watched.values), strict=True):
+        halves = self._halves(look.layer)
+        for half, parts in zip(halves, (watched.keys, watched.values), strict=False):
             sources, computed = self._sources(look.layer, half), torch.cat(parts)
             kind = sources[0].dtype
             scales = self._calls.scales(look.layer) if kind in COARSE else (1.0, 1.0)
@@ -231,17 +245,33 @@ class AttentionWatch:
             held, (_, there) = torch.cat([part for part, _ in found], 1).view(computed.shape), found[0]
             stored = computed
             if kind in COARSE:
-                held, stored = _coarse(held, computed, scales["kv".index(half)], kind)
+                held, stored = _coarse(held, computed, scales[halves.index(half)], kind)
             # A window may have passed the first ones.
             read.append(torch.where(there[:, None, None], held, stored))
             made.append(stored)
-        for first, queries, output in watched.queries:
-            end = first + len(queries)
-            keys, values = (tensor[:end] for tensor in read)
-            computed_keys, computed_values = (tensor[first:end] for tensor in made)
-            output = output.view(*queries.shape[:2], -1)
-            look.see(Attended(look.layer, first, queries, keys, values, output, computed_values, computed_keys))
+        compressed = halves == (COMPRESSED_HALF,)
+        for part in watched.parts:
+            count, heads, _ = part.queries.shape
+            end, output = part.first + count, part.output.view(count, heads, -1)
+            new = slice(part.first, end)
+            # Compressed KV is the key where it is not expanded, and its first numbers are the value.
+            own: dict[str, Any] = {"keys": read[0][:end], "values": read[-1][:end, :, : output.shape[2]], **part.own}
+            if compressed:
+                own["compressed"] = read[0][new], made[0][new]
+            else:
+                own["computed_keys"], own["computed"] = (tensor[new] for tensor in made)
+            look.see(Attended(look.layer, part.first, part.queries, output=output, **own))
         look.arrived()
+
+
+def _own(given: Operands, expanded: Expanded, rows: slice, last: slice) -> dict[str, Tensor]:
+    """Keys and values of a request's ``rows``, and of the ``last`` ones as computed by the layer."""
+    return {
+        "keys": given.keys[rows],
+        "values": given.values[rows],
+        "computed_keys": expanded.keys[last],
+        "computed": expanded.values[last],
+    }
 
 
 def _coarse(held: Tensor, computed: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -254,14 +284,16 @@ def _coarse(held: Tensor, computed: Tensor, scale: float, dtype: torch.dtype) ->
     return read, torch.where(near, read, (right / scale).to(dtype).float() * scale)
 
 
-def _doubt(watched: _Watched, given: Sequence[Tensor], names: Sequence[str], counts: Mapping[str, int]) -> str | None:
+def _doubt(watched: _Watched, given: Operands, names: Sequence[str], counts: Mapping[str, int]) -> str | None:
     """Why a call of a layer's attention can't be looked at, None if it can. ``given``: see `AttentionCalls`."""
     if watched.request not in names:
         return "its rows in the batch are not known"
-    if len(given[0]) < sum(counts.values()):
+    if len(given.queries) < sum(counts.values()):
         return "its batch is computed in parts"
-    if not {tensor.dtype for tensor in given} <= {*FLOATS}:
-        return f"its attention computes in {given[0].dtype}"
+    if not {tensor.dtype for tensor in (given.queries, given.keys, given.values)} <= {*FLOATS}:
+        return f"its attention computes in {given.queries.dtype}"
+    if given.expanded is not None and (watched.tokens or len(given.keys) != len(given.queries)):
+        return "its keys and values are computed from compressed KV in parts"
     if watched.tokens + counts[watched.request] > MOST_TOKENS:
         return f"requests of more than {MOST_TOKENS} tokens are not looked at"
     return None

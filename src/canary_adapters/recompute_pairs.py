@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from canary_adapters.attention_watch import AttentionCalls, AttentionWatch
+from canary_adapters.attention_calls import AttentionCalls
+from canary_adapters.attention_watch import AttentionWatch
 from canary_adapters.block_events import BlockGroup
 from canary_adapters.internal_requests import LEAST_TOKENS, RecomputePair, is_internal, named_like, slots_of
 from canary_adapters.parked_prefixes import ALL_PARKED, PARKED

@@ -29,6 +29,8 @@ class Attended:
     first: position of the first of ``n`` queries. queries: ``[n, heads, dim]``. keys, values: ``[first + n, kv_heads,
     dim]``, as attention was given them. output: ``[n, heads, dim]``. computed, computed_keys: ``[n, kv_heads, dim]``,
     the last values and keys as the layer has computed them, before anything has stored them; None where nobody knows.
+    compressed: where keys and values are computed from compressed KV, its last ``n`` rows, ``[n, dim]``, as the cache
+    holds them, and as the layer has computed them.
     """
 
     layer: int
@@ -39,6 +41,7 @@ class Attended:
     output: Tensor = field(repr=False)
     computed: Tensor | None = field(default=None, repr=False)
     computed_keys: Tensor | None = field(default=None, repr=False)
+    compressed: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
 
 class AttentionObserver(Protocol):

@@ -1,5 +1,6 @@
 """Rules of attention by a configuration: where engines may read it in two ways, there is none."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,43 @@ def test_windows_are_those_of_the_type(given, window):
 def test_a_configuration_in_doubt_has_a_reason(given, reason):
     """Rather than a wrong alarm."""
     assert reason in attention_rule(given, 1)
+
+
+MLA = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 9}
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("more", "scale"),
+    [
+        ({}, 0.2),
+        ({"rope_parameters": {"rope_type": "default", "mscale_all_dim": 1.0}}, 0.2),
+        ({"rope_scaling": {"rope_type": "deepseek_yarn", "rope_theta": 1.0}}, 0.2),
+        ({"rope_parameters": {**YARN, "mscale_all_dim": 0}}, 0.2),
+        ({"rope_parameters": YARN}, 0.2 * (1 + 0.05 * math.log(4)) ** 2),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale_all_dim": 0.5}}, 0.2 * (1 + 0.05 * math.log(4)) ** 2),
+    ],
+)
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_the_scale_of_mla_has_the_factor_of_its_rotation(kind, more, scale):
+    """Squared, in all forms that engines make of the configuration."""
+    rule = attention_rule(config(kind, **MLA, **more), 1)
+    assert rule.scale == pytest.approx(scale, rel=1e-12)
+    assert (rule.window_tokens, rule.soft_cap, rule.sinks) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"index_topk": 64}, "that an indexer chooses"),
+        ({"rope_parameters": {**YARN, "rope_type": "linear"}}, "in several ways (linear"),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.0}}, "in several ways"),
+        ({"rope_parameters": {**YARN, "apply_yarn_scaling": False}}, "in several ways"),
+    ],
+)
+def test_mla_that_engines_read_in_two_ways_has_a_reason(more, reason):
+    """The indexer of DeepSeek-V3.2, and rotations under which vLLM, SGLang and Transformers have other scales."""
+    assert reason in attention_rule(config("deepseek_v3", **MLA, **more), 1)
 
 
 def test_an_engine_that_passes_over_stray_windows_says_so():

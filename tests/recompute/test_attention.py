@@ -123,6 +123,22 @@ def test_values_and_keys_that_the_layer_has_not_computed_are_told(name):
     assert (found.deviation, found.position) == (name, 70)
 
 
+def test_compressed_kv_that_the_layer_has_not_computed_is_told():
+    """Whatever attention makes of keys and values; in one forward with more heads of keys than in the next."""
+    queries, keys, values = given()
+    whole = [part[:40] for part in (queries, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1))]
+    rows = torch.randn(40, 6)
+    for changed in (False, True):
+        stored = rows.clone()
+        stored[33, 2] += changed
+        first = seen(torchs(*whole), *whole, compressed=(stored, rows))
+        then = seen(torchs(queries[40:], keys, values), queries[40:], keys, values)
+        found, _ = looked(AttentionRule(SCALE), first, then)
+        told = "keys", 33, "the cache holds other compressed KV than the layer has computed"
+        assert (found.deviation, found.position, found.detail) == (told if changed else (None, None, None))
+        assert found.tokens == 80
+
+
 def test_the_last_tokens_are_enough():
     """Positions count from the first token of the sequence; a gap is no verdict."""
     queries, keys, values = given()

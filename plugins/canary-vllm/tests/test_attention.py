@@ -50,6 +50,14 @@ def layers(small: SmallEngine) -> list[Any]:
     return [every[name] for name in sorted(every) if hasattr(every[name], "impl")]
 
 
+def rescale(layer: Any, patch: pytest.MonkeyPatch) -> None:
+    """Two per cent too large; the prefills of MLA have it in an object for all layers."""
+    patch.setattr(layer.impl, "scale", layer.impl.scale * 1.02)
+    right = getattr(layer.impl, "forward_mha", None)
+    if right is not None:
+        patch.setattr(layer.impl, "forward_mha", lambda q, *rest, **more: right(q * 1.02, *rest, **more))
+
+
 def every_layer(small: SmallEngine, name: str) -> list[Any]:
     """Verifications of a request, one for each layer."""
     verified.begin(small, 20, {name: verified.prompt(name, 90)})
@@ -74,8 +82,7 @@ def answers_after(
 
 def scale(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
     """Two per cent too large, in one layer."""
-    impl = layers(small)[1].impl
-    patch.setattr(impl, "scale", impl.scale * 1.02)
+    rescale(layers(small)[1], patch)
 
 
 def window(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
@@ -138,6 +145,8 @@ def test_attention_that_is_wrong_on_every_path_is_found(fault, kind, more, wrong
         ("llama", {}),
         ("llama", SIXTEEN),
         ("gemma3_text", MIXED),
+        ("deepseek_v2", {}),
+        pytest.param("deepseek_v2", {"dtype": "bfloat16"}, marks=pytest.mark.takes_turns("the same in float32")),
         *(
             pytest.param("llama", more, marks=pytest.mark.skipif(LACKING is not None, reason=str(LACKING)))
             for more in COARSE
@@ -155,7 +164,47 @@ def test_clean_traffic_is_never_blamed_and_answers_stay_the_same(kind, more, eng
         assert (stats["attention_layers"], "attention_differs" in stats) == (LAYERS, False)
         assert stats["attention_looks"] >= 2 * LAYERS
         assert guard.findings.violations == []
-        assert all("forward" not in vars(layer.impl) for layer in layers(small))
+        assert all("forward" not in vars(layer.impl) and "forward_impl" not in vars(layer) for layer in layers(small))
+
+
+def projected(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
+    """Each head of one layer of MLA has the keys and values that another head projects."""
+    layer = layers(small)[1]
+
+    def project(rows: Any) -> tuple[Any]:
+        made = layer.kv_b_proj(rows)[0]
+        return (made.view(len(rows), layer.num_heads, -1).roll(1, 1).flatten(1),)
+
+    patch.setattr(layer.impl, "kv_b_proj", project)
+
+
+def compressed(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
+    """One number of the compressed KV of one layer is stored half as large again."""
+    impl = layers(small)[1].impl
+    right = impl.do_kv_cache_update
+
+    def store(rows: Any, *rest: Any) -> None:
+        rows = rows.clone()
+        rows[:, 3] *= 1.5
+        right(rows, *rest)
+
+    patch.setattr(impl, "do_kv_cache_update", store)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.takes_turns("the same in float32"))]
+)
+@pytest.mark.parametrize(("fault", "rule"), [(scale, "scale"), (projected, "head"), (compressed, "keys")])
+def test_attention_of_mla_that_is_wrong_on_every_path_is_found(fault, rule, dtype, engines):
+    """The same of compressed KV, in one layer; and nothing after."""
+    small = engines("deepseek_v2", layers=LAYERS, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        after, findings = answers_after(small, fault, patch)
+    assert [(one.attention.layer, one.attention.deviation) for one in after if one.attention.differs] == [(1, rule)]
+    found = [v for v in findings.violations if v.kind is Kind.ATTENTION]
+    assert [(v.rule, v.layer, v.request) for v in found] == [(rule, 1, "asked")]
+    with guarded.guard(small, **QUIET):
+        assert [answer.attention.deviation for answer in every_layer(small, "mended")] == [None] * LAYERS
 
 
 def scaled(layer: Any, **scales: float) -> Any:
@@ -217,7 +266,7 @@ def test_each_known_type_computes_what_its_rule_says(kind, engines, monkeypatch)
     with guarded.guard(small, **QUIET):
         clean = every_layer(small, "clean")
         for layer in layers(small):
-            monkeypatch.setattr(layer.impl, "scale", layer.impl.scale * 1.02)
+            rescale(layer, monkeypatch)
         wrong = every_layer(small, "wrong")
     assert [(answer.attention.layer, answer.attention.deviation) for answer in clean] == [(0, None), (1, None)]
     assert {answer.attention.deviation for answer in wrong} == {"scale"}
@@ -282,7 +331,6 @@ def test_of_a_long_request_the_last_tokens_are_looked_at(engines, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "options", "reason"),
     [
-        ("deepseek", {"dtype": "bfloat16"}, "not stored by themselves"),
         ("llama4", {"num_gpu_blocks_override": 96}, "what attention of a llama4_text is"),
     ],
 )

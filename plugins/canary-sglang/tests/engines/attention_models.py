@@ -11,7 +11,23 @@ SIZES: dict[str, Any] = dict(
     bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="float32", tie_word_embeddings=True,
 )  # fmt: skip
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MLA: dict[str, Any] = dict(
+    num_key_value_heads=4, head_dim=32, kv_lora_rank=256, qk_nope_head_dim=16, qk_rope_head_dim=32, v_head_dim=16,
+    n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=3, moe_layer_freq=1,
+    routed_scaling_factor=1.0, norm_topk_prob=False, tie_word_embeddings=False, attention_bias=False,
+)  # fmt: skip
+"""Sizes that Triton's kernels take; no layer has experts."""
+# Without YaRN, SGLang has no rotation of DeepSeek's on a CPU.
+YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32, beta_slow=1)
 TYPES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        **MLA, "q_lora_rank": None, "scoring_func": "softmax", "topk_method": "greedy",
+        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek_v3": {
+        **MLA, "q_lora_rank": 48, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
     "gemma2": {
         "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None,
         "hidden_act": "gelu_pytorch_tanh", **MIXED,
@@ -31,9 +47,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "smollm3": {"layer_types": ["full_attention"] * 3},
 }  # fmt: skip
-IN_TRITON = frozenset({"gemma2", "gpt_oss", "qwen2_moe"})
+IN_TRITON = frozenset({"deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "qwen2_moe"})
 """Types that SGLang needs Triton for; on a CPU its interpreter, in which floats of 32 bits are right."""
 CLASSES = {
+    "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3",
     "gemma2": "Gemma2", "gemma3_text": "Gemma3", "gpt_oss": "GptOss", "granite": "Granite", "llama": "Llama",
     "mistral": "Mistral", "mixtral": "Mixtral", "olmo2": "Olmo2", "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe",
     "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3",

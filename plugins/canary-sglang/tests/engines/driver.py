@@ -116,7 +116,7 @@ class Engine:
         self.steps = 0
         self.graphed: Counter[str] = Counter()
         randomize(self.runner.model)
-        if hasattr(self.runner.model, "post_load_weights") and model == "deepseek_v2":
+        if hasattr(self.runner.model, "post_load_weights") and model.startswith(("deepseek_v2", "deepseek_v3")):
             # Its attention has copies of some weights, for decodes.
             self.runner.model.post_load_weights()
         if "speculative_algorithm" in options:

@@ -34,15 +34,22 @@ def layers(engine: Any) -> list[Any]:
     return [module for module in engine.runner.model.modules() if isinstance(module, RadixAttention)]
 
 
+def _second(engine: Any) -> list[Any]:
+    return [layer for layer in layers(engine) if layer.layer_id == 1]
+
+
 @contextlib.contextmanager
 def _scale(engine: Any) -> Iterator[None]:
     """Two per cent too large, in layer 1."""
-    layer = layers(engine)[1]
-    layer.scaling *= 1.02
+    # Of MLA there are two, for its two forms.
+    wrong = _second(engine)
+    for layer in wrong:
+        layer.scaling *= 1.02
     try:
         yield
     finally:
-        layer.scaling /= 1.02
+        for layer in wrong:
+            layer.scaling /= 1.02
 
 
 @contextlib.contextmanager
@@ -138,6 +145,46 @@ def _by_heads(layer: Any, *projected: Any) -> list[Any]:
     return [tensor.view(-1, layer.tp_k_head_num, layer.head_dim) for tensor in projected]
 
 
+@contextlib.contextmanager
+def _turned(engine: Any) -> Iterator[None]:
+    """Each head of layer 1 reads the keys and values of the head beside it, once MLA has computed them."""
+    backend = engine.runner.attn_backend
+
+    def forward(q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any) -> Any:
+        if layer.layer_id == 1 and layer.tp_k_head_num > 1:
+            k, v = k.roll(1, 1), v.roll(1, 1)
+        return type(backend).forward(backend, q, k, v, layer, *rest, **more)
+
+    with _replaced(backend, forward=forward):
+        yield
+
+
+@contextlib.contextmanager
+def _turned_before(engine: Any) -> Iterator[None]:
+    """Each head of layer 1 is given the values of the head beside it."""
+    (layer,) = [layer for layer in _second(engine) if layer.tp_k_head_num > 1]
+
+    def forward(q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> Any:
+        return type(layer).forward(layer, q, k, v.roll(1, 1), *rest, **more)
+
+    with _replaced(layer, forward=forward):
+        yield
+
+
+def _stored_otherwise(engine: Any) -> contextlib.AbstractContextManager[None]:
+    """One number of the compressed KV of layer 1 is stored half as large again."""
+    pool = engine.runner.token_to_kv_pool
+    right = pool.set_kv_buffer
+
+    def store(layer: Any, loc: Any, k: Any, *rest: Any) -> None:
+        if layer.layer_id == 1:
+            k = k.clone()
+            k[..., 3] *= 1.5
+        right(layer, loc, k, *rest)
+
+    return _replaced(pool, set_kv_buffer=store)
+
+
 FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] = {
     "scale": _scale,
     "window": _window,
@@ -145,6 +192,9 @@ FAULTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] = {
     "values": _values,
     "stored_scale": _stored_scale,
     "all_scales": _all_scales,
+    "turned": _turned,
+    "turned_before": _turned_before,
+    "stored_otherwise": _stored_otherwise,
     "graph": _graph,
     "stored_before": _stored_before,
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from canary_adapters import attention_rule
+from canary_adapters import Projection, attention_rule
 from canary_core import Attended, AttentionObserver, AttentionRule
 
 
@@ -35,7 +35,7 @@ def observed(model: Any, observer: AttentionObserver | None) -> Iterator[None]:
     missing = object()
     before = functions._local_mapping.get(name, missing)
     original = functions.get(name)
-    thread, values, seen = threading.get_ident(), _Values(), 0
+    thread, projections, seen = threading.get_ident(), _Projections(module), 0
 
     def attend(of: Any, *given: Any, **more: Any) -> Any:
         nonlocal seen
@@ -44,17 +44,16 @@ def observed(model: Any, observer: AttentionObserver | None) -> Iterator[None]:
         if of is module and threading.get_ident() == thread:
             named = {**dict(zip(_GIVEN, given, strict=False)), **more}
             query, key, value = (named[name][0].transpose(0, 1) for name in _GIVEN)
-            observer.see(Attended(observer.layer, seen, query, key, value, answer[0][0], values.of(named["value"])))
+            known = projections.of(len(query), key, value)
+            observer.see(Attended(observer.layer, seen, query, key, value, answer[0][0], **known))
             seen += len(query)
         return answer
 
-    hook = module.v_proj.register_forward_hook(values) if hasattr(module, "v_proj") else None
     functions[name] = attend
     try:
         yield
     finally:
-        if hook is not None:
-            hook.remove()
+        projections.remove()
         if before is missing:
             del functions[name]
         else:
@@ -64,22 +63,41 @@ def observed(model: Any, observer: AttentionObserver | None) -> Iterator[None]:
 _GIVEN = ("query", "key", "value")
 
 
-class _Values:
-    """Hook of a projection, which keeps what it gave last."""
+class _Projections:
+    """Hooks of one layer, which keep what it has computed itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: Any) -> None:
+        self._expanded = Projection()
         self._last: Tensor | None = None
+        """Values, or compressed KV where keys and values are computed from it."""
+        hooked = ((module, "v_proj", self._keep), (module, "kv_a_layernorm", self._keep))
+        more = (module, "kv_b_proj", self._expanded)
+        self._hooks = [getattr(m, at).register_forward_hook(do) for m, at, do in (*hooked, more) if hasattr(m, at)]
 
-    def __call__(self, module: Any, given: Any, output: Tensor) -> None:
+    def _keep(self, module: Any, given: Any, output: Tensor) -> None:
         self._last = output
 
-    def of(self, value: Tensor) -> Tensor | None:
-        """Of one sequence, in the shape of attention's ``value``, ``[1, heads, m, dim]``."""
+    def of(self, count: int, keys: Tensor, values: Tensor) -> dict[str, Any]:
+        """As of `Attended`, of one sequence: what was computed of the last ``count`` of attention's ``keys`` and
+        ``values``, ``[m, heads, dim]``."""
         last, self._last = self._last, None
-        return None if last is None else last[0].view(-1, value.shape[1], value.shape[3])
+        expanded = self._expanded.take(keys[-count:], values[-count:])
+        if last is None:
+            return {}
+        if expanded is None:
+            return {"computed": last[0].view(-1, *values.shape[1:])}
+        compressed = expanded.rows[:, : last.shape[-1]], last[0]
+        return {"computed": expanded.values, "computed_keys": expanded.keys, "compressed": compressed}
+
+    def remove(self) -> None:
+        """All hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _modules(model: Any) -> dict[int, Any]:
     """Attention of a decoder, by layer."""
-    found = ((getattr(m, "layer_idx", None), m) for m in model.modules() if hasattr(m, "q_proj"))
+    found = (
+        (getattr(m, "layer_idx", None), m) for m in model.modules() if hasattr(m, "q_proj") or hasattr(m, "kv_b_proj")
+    )
     return {layer: module for layer, module in found if layer is not None}

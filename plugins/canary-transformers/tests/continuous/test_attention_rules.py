@@ -18,7 +18,14 @@ SIZES = dict(
     num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.5,
     num_local_experts=2, num_experts=2, num_experts_per_tok=1, sliding_window=24, decoder_sparse_step=1,
 )  # fmt: skip
+MLA = {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4,
+    "n_routed_experts": 2, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1, "head_dim": 8,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 MORE = {
+    "deepseek_v2": {**MLA, "q_lora_rank": None},
+    "deepseek_v3": {**MLA, "q_lora_rank": 40, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.8}},
     "gemma2": {"query_pre_attn_scalar": 40, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"query_pre_attn_scalar": 40},
     "granite": {"attention_multiplier": 0.3},

@@ -56,15 +56,28 @@ def answering(kind: str, floats: str = "float32") -> Any:
     return made.to(getattr(torch, floats))
 
 
+_MLA = {
+    "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4,
+    "head_dim": 8, "first_k_dense_replace": 3, "initializer_range": 0.2,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0,
+        "mscale": 0.8, "mscale_all_dim": 0.8,
+    },
+}  # fmt: skip
+"""Layers without experts, whose choice would hide what is wrong in 16 bits."""
+
+
 def _make(kind: str, sizes: dict[str, Any], window: int, layers: list[str]) -> Any:
     config, model, extra = {
         "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
         "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": window}),
         "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+        "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**_MLA, "q_lora_rank": None}),
+        "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_MLA, "q_lora_rank": 40}),
         "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": window, "layer_types": layers}),
     }[kind]  # fmt: skip
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**sizes, **extra)).eval()
+    return getattr(transformers, model)(getattr(transformers, config)(**{**sizes, **extra})).eval()
 
 
 _DELTA = {
@@ -126,7 +139,7 @@ def _hybrid(kind: str, sizes: dict[str, Any]) -> Any:
     if kind not in _OWN_HEADS:
         sizes = {name: size for name, size in sizes.items() if name != "head_dim"}
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**sizes, **extra)).eval()
+    return getattr(transformers, model)(getattr(transformers, config)(**{**sizes, **extra})).eval()
 
 
 def encoding(kind: str) -> Any:

@@ -27,6 +27,7 @@ from canary_adapters import (
     kv_scales,
     model_rounding,
     moved_states,
+    unabsorbed,
     upload,
 )
 from canary_core import (
@@ -121,11 +122,13 @@ class Session:
         model = runner.vllm_config.model_config
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
         parameters = runner.get_model().named_parameters()
-        attended = partial(attention_layers, model.hf_text_config, parameters, owners, given)
+        mla = {name: layer for name, layer in runners.layers(runner).items() if hasattr(layer, "kv_b_proj")}
+        attended = partial(attention_layers, model.hf_text_config, parameters, {**owners, **mla}, given)
         quantized = runners.quantized(runner)
         scales = partial(kv_scales, quantized, ("CPUAttentionBackendImpl",))
-        # Called with a layer, query, key, value and more, behind the layer's number.
-        calls = AttentionCalls(attended, "forward", lambda *given, output, **_: (*given[2:5], output), scales)
+        # Called with a layer, query, key, value and more, behind the layer's number; MLA is its own layer.
+        operands: Any = partial(unabsorbed, attended) if mla else lambda *given, output, **_: (*given[2:5], output)
+        calls = AttentionCalls(attended, "forward_impl" if mla else "forward", operands, scales)
         self.recomputed = RecomputePairs(self.canary, self._tokens, rounding, self.requests.blocks.names, calls)
         self.recomputed.whole = runner.vllm_config.parallel_config.world_size == 1
         self.weights = Weights(self.canary, runner, self._patches, self._reloaded)

@@ -16,7 +16,19 @@ NONE = {"sliding_window": None}
 ALL = {"use_sliding_window": True, "max_window_layers": 0}
 """vLLM's own models of Qwen have a window in all layers, or in none."""
 QWEN2 = {**ALL, "num_attention_heads": 2, "num_key_value_heads": 1}
+MLA = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 48, "num_key_value_heads": 4,
+    "head_dim": 64, "first_k_dense_replace": 8, "n_routed_experts": 2, "n_group": 1, "topk_group": 1,
+    "initializer_range": 0.1,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+        "mscale": 0.8, "mscale_all_dim": 0.8,
+    },
+}  # fmt: skip
+"""vLLM's decodes on a CPU have one size of compressed KV."""
 MORE: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**MLA, "q_lora_rank": None},
+    "deepseek_v3": {**MLA, "q_lora_rank": 40},
     "gemma2": {"query_pre_attn_scalar": 40, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"query_pre_attn_scalar": 40},
     "gpt_oss": {},

@@ -39,6 +39,14 @@ TF32_ROUNDING = 2.0**-11
 """Unit roundoff of TensorFloat-32, by which a GPU may compute products of 32-bit floats."""
 
 
+_UNLIKE = (
+    ("values", "attention was given other values than the layer has computed"),
+    ("keys", "attention was given other keys than the layer has computed"),
+    ("keys", "the cache holds other compressed KV than the layer has computed"),
+)
+"""Deviation, and a sentence's end, by mask of `AttentionLook`."""
+
+
 class AttentionLook:
     """An `AttentionObserver`. The bound is learnt from the very numbers: the reference with random roundings.
 
@@ -52,7 +60,7 @@ class AttentionLook:
         self._rounding = rounding
         self._first = self._end = 0
         self._seen: list[tuple[Tensor, ...]] = []
-        """For each forward: errors, errors by roundings, and masks of tokens: other values, other keys, not finite."""
+        """For each forward: errors, errors by roundings, and masks of tokens: those of `_UNLIKE`, not finite."""
         self._kept: list[Attended] = []
         self._copy: HostCopy | None = None
 
@@ -75,6 +83,7 @@ class AttentionLook:
         unlike = (
             _unlike(attended.values[attended.first :], attended.computed),
             _unlike(attended.keys[attended.first :], attended.computed_keys),
+            _unlike(*(attended.compressed or (attended.queries, None))),
         )
         self._seen.append((errors(attended.output, right), rounded, *unlike, ~right.isfinite().flatten(1).all(1)))
         # The first one, and the last one of many tokens: more would take much memory.
@@ -109,9 +118,8 @@ class AttentionLook:
         head = int((medians.max(1).values / bounds).argmax())
         bound, worst = float(bounds[head]), float(medians[head].max())
         known = self.layer, head, found.shape[1], float(found[head].median()), worst, bound
-        for name, mask in zip(("values", "keys"), unlike, strict=True):
+        for (name, detail), mask in zip(_UNLIKE, unlike, strict=True):
             if bool(mask.any()):
-                detail = f"attention was given other {name} than the layer has computed"
                 return AttentionError(*known, name, detail, self._first + int(mask.nonzero()[0]))
         if not worst > bound:
             return AttentionError(*known)

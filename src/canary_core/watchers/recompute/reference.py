@@ -73,11 +73,10 @@ def explain(forwards: Sequence[Attended], rule: AttentionRule, head: int, bound:
     """The simple deviation from ``rule`` by which the output of ``head`` is nearest to right, in the forward
     that is furthest off: its name, and a sentence's end. None if none is right within ``bound``,
     or nearly so."""
-    group = forwards[0].queries.shape[1] // forwards[0].keys.shape[1]
-    own = head // group
     apart, attended = max(
-        ((_apart(*_one_head(one, rule, head, own)), one) for one in forwards), key=lambda pair: pair[0]
+        ((_apart(*_one_head(one, rule, head, _kv_head(one, head))), one) for one in forwards), key=lambda pair: pair[0]
     )
+    own = _kv_head(attended, head)
     if apart <= bound:
         return None
     seen, only = _one_head(attended, rule, head, own)
@@ -105,6 +104,10 @@ def _deviations(rule: AttentionRule) -> Iterator[tuple[str, str, AttentionRule]]
         yield "soft_cap", "that of uncapped logits", replace(rule, soft_cap=None)
     if rule.sinks is not None:
         yield "sinks", "that of no sink", replace(rule, sinks=None)
+
+
+def _kv_head(attended: Attended, head: int) -> int:
+    return head // (attended.queries.shape[1] // attended.keys.shape[1])
 
 
 def _one_head(attended: Attended, rule: AttentionRule, head: int, kv_head: int) -> tuple[Attended, AttentionRule]:

@@ -154,12 +154,14 @@ def matched_state(cache: Any, tokens: Any, extra_key: str | None, cache_salt: st
 
 def oldest_leaf(cache: Any) -> tuple[Any, int]:
     """The node that the cache evicts next, as of `matched`, and its number of tokens; None and 0 for no such node, and
-    in a cache whose nodes have windows or states beside. For a cache without a `lookup_refusal`; changes nothing."""
+    in a cache whose nodes have windows, states or copies on the host. For a cache without a `lookup_refusal`; changes
+    nothing."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     core, kind = cache.tree_core, ComponentType.FULL
     needed = ("evict_device_start", "evict_device_next_node", "evict_device_end")
-    if cache.supports_swa() or cache.supports_mamba() or missing_in(core, needed) is not None:
+    more = cache.supports_swa() or cache.supports_mamba() or getattr(core, "enable_hicache", False)
+    if more or missing_in(core, needed) is not None:
         return None, 0
     core.evict_device_start(kind, 1)
     try:
