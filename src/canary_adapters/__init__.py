@@ -70,6 +70,7 @@ from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknow
 from canary_adapters.touched_requests import TouchedRequests
 from canary_adapters.tries import Tries, leaked
 from canary_adapters.under_way import UnderWay
+from canary_adapters.unfit_requests import unfit_connector, unfit_request
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.errors import error_text
@@ -206,6 +207,8 @@ __all__ = [
     "slot_table",
     "stacked_layers",
     "token_table",
+    "unfit_connector",
+    "unfit_request",
     "unknown_tokens",
     "upload",
 ]
