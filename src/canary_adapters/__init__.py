@@ -51,6 +51,7 @@ from canary_adapters.recompute_pairs import RecomputePairs, model_rounding
 from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, deliver
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
+from canary_adapters.same_inputs import embedded_prompt
 from canary_adapters.sampled_tokens import sampled_tokens
 from canary_adapters.scales import WatchedScales, kv_scales
 from canary_adapters.sheltered import Sheltered
@@ -170,6 +171,7 @@ __all__ = [
     "count_breaches",
     "default_store",
     "deliver",
+    "embedded_prompt",
     "embedding_layer",
     "embedding_numbers",
     "error_text",

@@ -16,6 +16,7 @@ from canary_adapters.parked_prefixes import LOST_ADAPTER, UNREMEMBERED, GroupBlo
 from canary_adapters.recompute_pairs import RecomputePairs
 from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.touched_requests import TouchedRequests
+from canary_adapters.unfit_requests import unfit_prefix
 from canary_core import Patches
 from canary_core.config.values import RecomputeShare
 
@@ -283,7 +284,7 @@ class SchedulerRequests(InternalRequests):
         name = request.request_id
         # vLLM puts eight random digits behind the client's name.
         alias = name[:-9] if re.fullmatch("-[0-9a-f]{8}", name[-9:]) else None
-        why = self._why_not(request)
+        why = self._why_not(request) or unfit_prefix(request)
         prefix = BlockPrefix(
             name=name, alias=alias, why=why, touches=self._touched.of(name), lora_request=request.lora_request,
             prompt=request.num_prompt_tokens,

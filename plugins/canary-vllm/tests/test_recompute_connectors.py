@@ -1,6 +1,7 @@
 """Requests beside a KV connector, computed again on a real vLLM: the connector never hears of an internal one, and what
 its tier brings of another adapter, or of other weights, is told by recompute alone."""
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,3 +213,51 @@ def test_where_others_store_nothing_is_computed_again(small, store):
         verified.finish(small)
         assert (answer.verdict, "unless CANARY_LEDGER_PRIVATE names it" in answer.reason) == ("unjudged", True)
         assert guard.findings.violations == []
+
+
+def files(folder):
+    """What a store on a disk has, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["alone", "among several"])
+def test_vllms_own_store_on_a_disk_stays_what_it_was(folder, several, monkeypatch, tmp_path):
+    """`ExampleConnector` saves layer by layer, while the forward runs: every verdict is the same, also of what was
+    brought, and answers and all files are as without Canary."""
+    # vLLM has one connector for all engines of a process.
+    monkeypatch.setattr("vllm.distributed.kv_transfer.kv_transfer_state._KV_CONNECTOR_AGENT", None)
+    store = tmp_path / "store"
+    connector: dict[str, Any] = dict(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(store)},
+    )
+    if several:
+        extra = {"connectors": [connector]}
+        connector = dict(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    # It saves a prompt with the first chunk, computed or not.
+    options = dict(max_num_batched_tokens=2048, max_num_seqs=12, num_gpu_blocks_override=64)
+    small = SmallEngine(folder, load_format="auto", kv_transfer_config=connector, **options)
+    asked = [[verified.prompt(f"{turn} {i}", 60 + i * (turn % 2)) for i in range(4)] for turn in range(4)]
+
+    def served():
+        answers = []
+        for again, turn in enumerate([0, 0, 1, 1, 2, 2, 3, 3]):
+            small.scheduler.reset_prefix_cache()
+            answers.append(small.serve(asked[turn], 40, f"{again}"))
+        return answers
+
+    small.renew()
+    plain, before = served(), files(store)
+    shutil.rmtree(store)
+    quiet = {**QUIET, "ledger_private": connector["kv_connector"]}
+    with guarded.guard(small, **quiet, recompute="100%") as guard:
+        pairs = verified.compared()
+        assert served() == plain
+        (session,) = HOOKS.sessions
+        assert len(session.recomputed.answers) > 15
+        assert {answer.verdict for answer in session.recomputed.answers} == {"same"}
+        assert sum(any(touch.what == "arrival" for touch in pair.touches) for pair in pairs) > 10
+        assert files(store) == before != {}
+        assert guard.trouble() == []
+    small.end()

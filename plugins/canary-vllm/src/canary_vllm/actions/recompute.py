@@ -4,7 +4,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import IdleWorkers, RecomputePair, SchedulerRequests, unfit_connector, unfit_request
+from canary_adapters import (
+    IdleWorkers,
+    RecomputePair,
+    SchedulerRequests,
+    embedded_prompt,
+    unfit_connector,
+    unfit_request,
+)
 from canary_core import CanaryConfig, may_recompute
 from canary_vllm.compat import connectors
 from canary_vllm.session import Session
@@ -51,7 +58,7 @@ def exchange(pairs: Sequence[RecomputePair]) -> Callable[[Any], Sequence[str]]:
 
 
 def _again(name: str, target: Any, tokens: int) -> Any:
-    """Greedy, of one token and the same adapter. Salted, though its blocks never get a hash."""
+    """Greedy, of one token, the same embeddings and adapter. Salted, though its blocks never get a hash."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -60,5 +67,5 @@ def _again(name: str, target: Any, tokens: int) -> Any:
     )
     return Request(
         name, list(target.all_token_ids[:tokens]), params, None, client_index=target.client_index,
-        lora_request=target.lora_request, cache_salt=name, priority=1 << 30,
+        lora_request=target.lora_request, cache_salt=name, priority=1 << 30, **embedded_prompt(target, tokens),
     )  # fmt: skip
