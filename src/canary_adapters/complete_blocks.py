@@ -4,13 +4,15 @@ from collections.abc import Iterable, Sequence
 
 from canary_adapters.block_events import BlockGroup
 from canary_adapters.block_lists import RequestBlocks
+from canary_adapters.internal_requests import is_internal
 from canary_core import Canary
 from canary_core.ops.upload import upload
 
 
 class CompleteBlocks:
-    """Tells the ledger of each complete block of ``groups`` once, right after its forward. ``held``: the requests'
-    blocks. ``slack``: tokens of a forward that may be rejected later, with the block rewritten and told again."""
+    """Tells the ledger of each complete block of ``groups`` once, right after its forward, but not of internal
+    requests, of which nobody stores anything. ``held``: the requests' blocks. ``slack``: tokens of a forward that may
+    be rejected later, with the block rewritten and told again."""
 
     def __init__(self, canary: Canary, groups: Sequence[BlockGroup], held: RequestBlocks, slack: int) -> None:
         self._canary = canary
@@ -27,7 +29,7 @@ class CompleteBlocks:
             self._told.pop(name, None)
         begun = set(again)
         for name, before in computed:
-            if name in begun or name not in self._told:
+            if (name in begun or name not in self._told) and not is_internal(name):
                 self._told[name] = before
 
     def end(self, computed: Iterable[tuple[str, int]]) -> None:

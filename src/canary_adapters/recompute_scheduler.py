@@ -3,9 +3,11 @@
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from canary_adapters.block_replay import BlockLoad
+from canary_adapters.hidden_requests import HiddenRequests
 from canary_adapters.internal_requests import InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.marked_outputs import WANTED
 from canary_adapters.parked_blocks import BlockPrefix, room_for_proof
@@ -13,6 +15,7 @@ from canary_adapters.parked_prefixes import LOST_ADAPTER, UNREMEMBERED, GroupBlo
 from canary_adapters.recompute_pairs import RecomputePairs
 from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.touched_requests import TouchedRequests
+from canary_adapters.unfit_requests import unfit_prefix
 from canary_core import Patches
 from canary_core.config.values import RecomputeShare
 
@@ -58,7 +61,7 @@ class SchedulerRequests(InternalRequests):
 
     Wraps ``schedule`` and ``update_from_output`` of ``scheduler``, and ``cache_blocks`` of the manager: from the start
     with a ``share``, else once somebody asks. Outputs and blocks of internal requests reach neither clients nor the
-    prefix cache.
+    prefix cache, nor a connector (`HiddenRequests`).
 
     ``make``: makes a request of a name, with the first tokens of another request. ``why_not``: why a request can't be
     computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
@@ -80,6 +83,9 @@ class SchedulerRequests(InternalRequests):
         self.polls = False
         """Whether an idle engine asks workers of other processes for wanted requests."""
         self._patches, self._parks = Patches(), Patches()
+        self._hidden = HiddenRequests(scheduler)
+        # Number of answered tokens when a request began with KV that a connector may have failed to bring.
+        self._unsure: dict[str, int] = {}
         self._timer: threading.Timer | None = None
         self.here: Callable[[], Sequence[RecomputePairs]] = tuple
         """All workers, where they are in the scheduler's process; else none."""
@@ -94,7 +100,9 @@ class SchedulerRequests(InternalRequests):
         pool = self._manager.block_pool
         if pool.enable_caching:
             self.parked = ParkedPrefixes.of_cache(int(pool.num_gpu_blocks) * max(self._block_sizes))
-            self._parks.wrap(self._manager, "free", self._frees)
+            for name in ("free", "pop_blocks_for_free"):
+                if hasattr(self._manager, name):
+                    self._parks.wrap(self._manager, name, self._frees)
         else:
             self.parked = "the engine has no prefix cache"
 
@@ -104,11 +112,14 @@ class SchedulerRequests(InternalRequests):
         self._parks.undo()
         self._recomputes.close()
         self._patches.undo()
+        self._hidden.close()
 
-    def note(self, output: Any) -> None:
-        """The scheduler has made ``output``: takes in the requests that begin in the middle, or again. All that must be
-        known before anybody asks."""
+    def note(self, output: Any, loads: Sequence[BlockLoad] = ()) -> None:
+        """The scheduler has made ``output``: takes in the requests that begin in the middle, or again, and ``loads``
+        of a connector. All that must be known before anybody asks."""
         with self._recomputes.sheltered():
+            for load in loads:
+                self._touched.brought(load.request, load.first)
             self._note(output)
 
     def hear(self, made: Any) -> None:
@@ -150,7 +161,7 @@ class SchedulerRequests(InternalRequests):
     def running(self) -> Sequence[Running]:
         """See `InternalRequests`."""
         users = (one for one in self._scheduler.running if not is_internal(one.request_id))
-        return [_running(request) for request in users if self._why_not(request) is None]
+        return [self._running(request) for request in users if self._why_not(request) is None]
 
     def find(self, name: str) -> Running | None:
         """See `InternalRequests`."""
@@ -158,7 +169,7 @@ class SchedulerRequests(InternalRequests):
         if prefix is not None:
             return Running(name, prefix.left(), 0, prefix.number)
         request = self._scheduler.requests.get(name)
-        return _running(request) if request is not None and request in self._scheduler.running else None
+        return self._running(request) if request is not None and request in self._scheduler.running else None
 
     def room(self, request: str) -> bool:
         """A seat in the batch, and free blocks: blocks of the prefix cache count as free, as for any other request."""
@@ -222,6 +233,7 @@ class SchedulerRequests(InternalRequests):
             self._patches.wrap(self._scheduler, "schedule", self._schedules)
             self._patches.wrap(self._scheduler, "update_from_output", self._updates)
             self._patches.wrap(self._manager.coordinator, "cache_blocks", self._caches)
+            self._hidden.wrap()
 
     def _schedules(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def schedule(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +283,7 @@ class SchedulerRequests(InternalRequests):
         name = request.request_id
         # vLLM puts eight random digits behind the client's name.
         alias = name[:-9] if re.fullmatch("-[0-9a-f]{8}", name[-9:]) else None
-        why = self._why_not(request)
+        why = self._why_not(request) or unfit_prefix(request)
         prefix = BlockPrefix(
             name=name, alias=alias, why=why, touches=self._touched.of(name), lora_request=request.lora_request,
             prompt=request.num_prompt_tokens,
@@ -287,6 +299,7 @@ class SchedulerRequests(InternalRequests):
             setattr(output, COUNTED, counted)
         for name in output.finished_req_ids:
             self._touched.ended(name)
+            self._unsure.pop(name, None)
         begun = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         if cached.resumed_req_ids:
@@ -295,6 +308,17 @@ class SchedulerRequests(InternalRequests):
         for name, hit in begun:
             request = self._scheduler.requests.get(name)
             self._touched.began(name, hit, request.num_tokens if request is not None and request.num_preemptions else 0)
+            if hit and request is not None and getattr(self._scheduler, "connector", None) is not None:
+                self._unsure[name] = request.num_output_tokens
+
+    def _running(self, request: Any) -> Running:
+        """Beside a connector tokens of a request with a hit count from the next answered token on: vLLM takes tokens
+        back that could not be loaded."""
+        known = _running(request)
+        answered = self._unsure.get(known.name)
+        if answered is None or request.num_output_tokens > answered:
+            return known
+        return replace(known, tokens=0, decoded=0)
 
 
 def deliver(output: Any, worker: RecomputePairs) -> None:

@@ -11,6 +11,7 @@ from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_ma
 from canary_vllm import workers
 from canary_vllm.actions import recompute
 from canary_vllm.actions.protection import Protection
+from canary_vllm.allocator import messages
 from canary_vllm.allocator.recorder import BlockRecorder
 from canary_vllm.compat import runners, targets
 from canary_vllm.session import Session, attach_runner
@@ -266,7 +267,7 @@ class Hooks:
             self._place = {"replica": replica} if replica else {}
             recorder = self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
             internal = self._internal[id(scheduler)] = recompute.follow(scheduler, self._config, lambda: self.sessions)
-            recorder.told.append(internal.note)
+            recorder.told.append(lambda output: internal.note(output, getattr(messages.attached(output), "loads", ())))
             if self._protection is not None:
                 self._protection.joined(scheduler)
                 recorder.told.append(functools.partial(self._protection.scheduled, scheduler))

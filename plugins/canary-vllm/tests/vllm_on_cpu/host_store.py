@@ -16,13 +16,15 @@ Fault = Callable[[Prefix, str, Tensor], Tensor | None]
 class Store:
     """What both halves of the connector share, and what a test may change.
 
-    blocks: by all tokens up to their end, the bytes of each layer. wait_steps: how many steps a load takes, 0 for one
+    blocks: by all tokens up to their end, the bytes of each layer; tokens of a LoRA adapter begin with its number below
+    zero, unless ``adapters`` is False. wait_steps: how many steps a load takes, 0 for one
     that is done while the forward runs. whole: whether all tokens of a prompt are brought, the last one too. fault:
     gives other bytes of a block's layer, or None for none at all. failing: prefixes whose load ends with an error.
     loads: how many blocks were brought.
     """
 
     blocks: dict[Prefix, dict[str, Tensor]] = field(default_factory=dict)
+    adapters: bool = True
     wait_steps: int = 0
     whole: bool = False
     fault: Fault | None = None
@@ -56,16 +58,17 @@ class HostStore(KVConnectorBase_V1):
         self._loads: list[_Job] = []
         self._cached: dict[str, int] = {}
         self._requests: dict[str, tuple[list[int], list[int]]] = {}
+        self._owners: dict[str, Prefix] = {}
         self._caches: dict[str, Tensor] = {}
         self._running: list[_Job] = []
         self._failed: set[int] = set()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens of complete blocks that are stored, beyond those in vLLM's own cache."""
-        tokens = list(request.all_token_ids)
+        tokens, owner = list(request.all_token_ids), _owner(request)
         most = len(tokens) if STORE.whole and STORE.wait_steps else len(tokens) - 1
         end = num_computed_tokens
-        while end + self._size <= most and tuple(tokens[: end + self._size]) in STORE.blocks:
+        while end + self._size <= most and (*owner, *tokens[: end + self._size]) in STORE.blocks:
             end += self._size
         self._cached[request.request_id] = num_computed_tokens
         return end - num_computed_tokens, bool(STORE.wait_steps) and end > num_computed_tokens
@@ -78,10 +81,10 @@ class HostStore(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The blocks that are to be filled."""
         if num_external_tokens:
-            tokens, held = list(request.all_token_ids), blocks.get_block_ids()[0]
+            tokens, held, owner = list(request.all_token_ids), blocks.get_block_ids()[0], _owner(request)
             first = self._cached[request.request_id]
             wanted = range(first // self._size, (first + num_external_tokens) // self._size)
-            pairs = [(tuple(tokens[: (i + 1) * self._size]), held[i]) for i in wanted]
+            pairs = [((*owner, *tokens[: (i + 1) * self._size]), held[i]) for i in wanted]
             self._loads.append(_Job(request.request_id, pairs, STORE.wait_steps))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -90,9 +93,11 @@ class HostStore(KVConnectorBase_V1):
         self._loads = []
         for name in scheduler_output.finished_req_ids:
             self._requests.pop(name, None)
+            self._owners.pop(name, None)
         ends: dict[str, int] = {}
         for new in scheduler_output.scheduled_new_reqs:
             self._requests[new.req_id] = (list(new.prompt_token_ids), list(new.block_ids[0]))
+            self._owners[new.req_id] = _owner(new)
             ends[new.req_id] = new.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
         for name, blocks, computed in zip(
@@ -107,7 +112,7 @@ class HostStore(KVConnectorBase_V1):
             tokens, held = self._requests[name]
             end = min(begin + scheduler_output.num_scheduled_tokens[name], len(tokens))
             for i in range(begin // self._size, end // self._size):
-                metadata.stores.append((tuple(tokens[: (i + 1) * self._size]), held[i]))
+                metadata.stores.append(((*self._owners[name], *tokens[: (i + 1) * self._size]), held[i]))
         return metadata
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
@@ -160,3 +165,8 @@ class HostStore(KVConnectorBase_V1):
                 brought = data if STORE.fault is None else STORE.fault(prefix, name, data.clone())
                 if brought is not None:
                     self._caches[name][block] = brought
+
+
+def _owner(request: Any) -> Prefix:
+    adapter = request.lora_request if STORE.adapters else None
+    return () if adapter is None else (-adapter.lora_int_id,)

@@ -207,7 +207,7 @@ class RecomputeJudge:
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
             answer = self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, missing)
-            touch = f"; this one had a {cached.touches[0].what} and teaches nothing" if cached.touches else ""
+            touch = f"; this one had {_a(cached.touches[0].what)} and teaches nothing" if cached.touches else ""
             return replace(answer, reason=f"{UNKNOWN}; so far taught by {self.noise.progress}{touch}")
         wrong = [one for one in layers if one.differs]
         if wrong and own is not None:
@@ -324,7 +324,7 @@ def _rule(first: "_Far", everywhere: bool, touch: Touch | None) -> str:
 
 def _detail(far: "_Far", cached: CachedRequest, behind: "_Far | None" = None) -> str:
     first, rows = far.error, "rows" if far.errors.of_states else "tokens"
-    touched = "".join(f"; a {touch.what} brought its first {touch.end} tokens" for touch in cached.touches)
+    touched = "".join(f"; {_a(touch.what)} brought its first {touch.end} tokens" for touch in cached.touches)
     if behind is not None:
         touched += f"; behind it {behind.error.source} differs from position {behind.begins()[0]} on"
     if cached.parked is not None:
@@ -335,6 +335,10 @@ def _detail(far: "_Far", cached: CachedRequest, behind: "_Far | None" = None) ->
     return (
         f"first in {first.source}, by {error:.2g} of its size in {of}, where noise is at most {most or 0:.2g}{touched}"
     )
+
+
+def _a(what: str) -> str:
+    return f"an {what}" if what == "arrival" else f"a {what}"
 
 
 def _excess(error: LayerError) -> float:

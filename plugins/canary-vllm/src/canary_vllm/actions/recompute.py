@@ -4,8 +4,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import IdleWorkers, RecomputePair, SchedulerRequests
+from canary_adapters import (
+    IdleWorkers,
+    RecomputePair,
+    SchedulerRequests,
+    embedded_prompt,
+    unfit_connector,
+    unfit_request,
+)
 from canary_core import CanaryConfig, may_recompute
+from canary_vllm.compat import connectors
 from canary_vllm.session import Session
 
 
@@ -14,7 +22,10 @@ def follow(scheduler: Any, config: CanaryConfig, sessions: Callable[[], Sequence
     from vllm.v1.request import RequestStatus
 
     abort = partial(scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
-    requests = SchedulerRequests(scheduler, _again, partial(_why_not, scheduler), abort, config.recompute)
+    unfit = unfit_connector(connectors.origin(scheduler, config.ledger_private))
+    requests = SchedulerRequests(
+        scheduler, _again, lambda request: unfit or unfit_request(request), abort, config.recompute
+    )
     requests.here = lambda: [session.recomputed for session in sessions()]
     requests.polls = config.control == "write"
     if may_recompute(config):
@@ -47,7 +58,7 @@ def exchange(pairs: Sequence[RecomputePair]) -> Callable[[Any], Sequence[str]]:
 
 
 def _again(name: str, target: Any, tokens: int) -> Any:
-    """Greedy, of one token and the same adapter. Salted, though its blocks never get a hash."""
+    """Greedy, of one token, the same embeddings and adapter. Salted, though its blocks never get a hash."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -56,15 +67,5 @@ def _again(name: str, target: Any, tokens: int) -> Any:
     )
     return Request(
         name, list(target.all_token_ids[:tokens]), params, None, client_index=target.client_index,
-        lora_request=target.lora_request, cache_salt=name, priority=1 << 30,
+        lora_request=target.lora_request, cache_salt=name, priority=1 << 30, **embedded_prompt(target, tokens),
     )  # fmt: skip
-
-
-def _why_not(scheduler: Any, request: Any) -> str | None:
-    if scheduler.connector is not None:
-        return "a connector would keep what is computed, or bring it"
-    if getattr(request, "prompt_embeds", None) is not None or request.mm_features:
-        return "embeddings or media stand in the place of tokens"
-    if request.sampling_params is None or getattr(request, "resumable", False):
-        return "it is a pooling request, or a session that goes on"
-    return None
