@@ -80,6 +80,9 @@ def test_what_ended_requests_left_is_compared(engine):
 def test_a_backend_that_reads_windows_elsewhere_says_so(launch):
     """SGLang's `torch_native`, with a pool of its own for windows: nothing is computed again."""
     options = {**FIELDS["options"], "model": "cohere2", "attention_backend": "torch_native"}
-    done = launch({"options": options}, **ALL).recompute_traffic(prompts=[prompt("on", 40)], new_tokens=40)
+    engine = launch({"options": options}, **ALL)
+    done = engine.recompute_traffic(prompts=[prompt(f"on {i}", 60) for i in range(6)], new_tokens=40)
+    (off,) = [event for event in engine.events() if event["name"] == "recompute_off"]
+    assert off["reason"].startswith("torch_native stores a window's KV")
     assert done["answers"] == []
     assert "recomputed_requests" not in done["stats"]

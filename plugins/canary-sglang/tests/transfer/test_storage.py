@@ -187,7 +187,7 @@ def test_a_short_file_is_refused_by_sglang(launch, tmp_path):
 
 
 AGAIN = dict(
-    CANARY_RECOMPUTE="100%", CANARY_TRANSFER_RECORDS="false", CANARY_LEDGER_PRIVATE="", CANARY_BYTES="off",
+    CANARY_RECOMPUTE="100%", CANARY_TRANSFER_RECORDS="false", CANARY_LEDGER="0", CANARY_BYTES="off",
     CANARY_SCRUB_BUDGET="0",
 )  # fmt: skip
 """Requests are computed again, and nothing else looks at what comes back."""

@@ -18,8 +18,7 @@ NO_STATES = torch.empty(0, dtype=torch.int64)
 class ComparedRegions:
     """Those with a slot for each token, in the order of ``paged``, then the recurrent states.
 
-    regions: without the states. groups: for `RecomputePairs`. refusal: why nothing of the engine is computed again,
-    None where something is.
+    regions: without the states. groups: for `RecomputePairs`.
     """
 
     def __init__(self, canary: Canary, runner: Any, paged: Sequence[str]) -> None:
@@ -28,11 +27,17 @@ class ComparedRegions:
         self._states = mamba.REGION in canary.regions
         names = [region.name for region in self.regions] + [mamba.REGION] * self._states
         self.groups = [BlockGroup(name, number, 1) for number, name in enumerate(names)]
-        self.refusal = mamba.recompute_refusal(runner)
+        self._runner = runner
+        self._refusal = mamba.recompute_refusal(runner)
         if len(names) != len(canary.regions):
-            self.refusal = "of models with rings or compressed KV nothing is computed again"
-        elif any(region.kind is RegionKind.WINDOW for region in self.regions):
-            self.refusal = self.refusal or runners.window_refusal(runner)
+            self._refusal = "of models with rings or compressed KV nothing is computed again"
+
+    @property
+    def refusal(self) -> str | None:
+        """Why nothing of the engine is computed again, None where something is. Asked once the runner has an attention
+        backend, made after the pools."""
+        windows = any(region.kind is RegionKind.WINDOW for region in self.regions)
+        return self._refusal or (runners.window_refusal(self._runner) if windows else None)
 
     def slots(self, numbers: Tensor, states: Tensor = NO_STATES) -> Sequence[Tensor]:
         """Those of each region, of slots as numbered in the engine's tables; then the slot of ``states``."""

@@ -29,12 +29,14 @@ from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.touches import Touches, running
 from canary_sglang.compat import attended, caches, progress, runners, schedulers
+from canary_sglang.transfer.storage import others_store
 
 SPARE = 2
 """An internal request must leave as many tokens free as it takes, and so many pages for each running request."""
 
 NOT_FROM_THE_START = f"of several ranks {UNREMEMBERED}"
 NOT_ALIKE = "not all ranks have requests computed again in the same way, or some are unguarded: they can't do it alike"
+OTHERS_STORE = "others may store in {name}, and round otherwise, unless CANARY_LEDGER_PRIVATE names it"
 OFF = "Canary was switched off on rank {rank}"
 
 
@@ -407,7 +409,9 @@ class SchedulerRecompute(InternalRequests):
         return schedulers.again_refusal(request, self._runner.model)
 
     def _refusal(self) -> str | None:
-        return self._off or self._compared.refusal or schedulers.recompute_refusal(self._scheduler)
+        others = others_store(self._scheduler.tree_cache, self._canary.config.ledger_private)
+        foreign = others and OTHERS_STORE.format(name=others)
+        return self._off or self._compared.refusal or schedulers.recompute_refusal(self._scheduler) or foreign
 
     def _clock(self) -> float:
         return 0.0 if self._agreement is None else self._agreement.clock()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from canary_sglang.compat.attention import leaves
 from canary_sglang.compat.drafts import draft_refusal
 from canary_sglang.compat.switches import switched_on
 
@@ -144,6 +145,7 @@ def _encoder_only(runner: Any) -> bool:
 def window_refusal(runner: Any) -> str | None:
     """Why KV in a window's own pool is not what the model computes from the tokens, None if nothing speaks against
     it."""
-    if type(getattr(runner, "attn_backend", None)).__name__ == "TorchNativeAttnBackend":
+    backend = getattr(runner, "attn_backend", None)
+    if any(type(leaf).__name__ == "TorchNativeAttnBackend" for leaf in leaves(backend)):
         return "torch_native stores a window's KV in slots of its own and reads it by the numbers of the full pool"
     return None

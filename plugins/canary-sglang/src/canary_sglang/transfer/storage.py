@@ -111,6 +111,16 @@ def origin(controller: Any, private: Sequence[str]) -> Origin:
     return Origin(name, shared=name not in private or bool(getattr(controller, "backup_skip", False)))
 
 
+def others_store(cache: Any, private: Sequence[str]) -> str | None:
+    """The name of the cache's storage back end, if others may store there, on other hardware that rounds otherwise;
+    else None. The same on all ranks."""
+    controller = getattr(cache, "cache_controller", None)
+    if controller is None or not has_storage(controller):
+        return None
+    name = type(controller.storage_backend).__name__
+    return None if name in private else name
+
+
 def _tokens_say_all(request: Any) -> bool:
     """Whether the request's KV depends on its tokens and its identity only."""
     media = schedulers.has_media(request) or getattr(request, "mm_inputs", None) is not None

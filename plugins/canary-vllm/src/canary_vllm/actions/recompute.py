@@ -23,9 +23,7 @@ def follow(scheduler: Any, config: CanaryConfig, sessions: Callable[[], Sequence
 
     abort = partial(scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
     unfit = unfit_connector(connectors.origin(scheduler, config.ledger_private))
-    requests = SchedulerRequests(
-        scheduler, _again, lambda request: unfit or unfit_request(request), abort, config.recompute
-    )
+    requests = SchedulerRequests(scheduler, _again, lambda one: unfit or unfit_request(one), abort, config.recompute)
     requests.here = lambda: [session.recomputed for session in sessions()]
     requests.polls = config.control == "write"
     if may_recompute(config):
