@@ -70,28 +70,26 @@ class RadixPrefixes:
         self.cache = cache
         self.known = ParkedPrefixes.of_cache(tokens)
         self._slots, self._sheltered = slots, sheltered
-        self._taken, self._stuck = 0, (-1, -1)
+        self._stuck = -1, -1
         self._patches = Patches()
         self._patches.wrap(cache, caches.publishes(cache), self._publishes)
 
     def make_room(self, prefix: RadixPrefix, tokens: int) -> bool:
         """Whether so many slots are free for a proof of ``prefix``: see `InternalRequests.spare`. SGLang evicts leaves
-        as a whole. Follows from the cache and the pool alone, so that all ranks do the same."""
+        as a whole, so up to twice `PROOF_SHARE`. Follows from the cache and the pool alone, so that all ranks do the
+        same."""
         pool = self.cache.token_to_kv_pool_allocator
         most = int(PROOF_SHARE * int(pool.size))
         while (free := int(pool.available_size())) < tokens <= most:
-            # Requests of users may have taken some of it.
-            self._taken = min(self._taken, free)
             sizes = free, int(self.cache.evictable_size())
             node, length = (None, 0) if sizes == self._stuck else caches.oldest_leaf(self.cache)
-            if node is None or self._taken + length > most:
+            if node is None or length > most:
                 # The same for each other prefix, in an engine that stays as it is.
                 self._stuck = sizes
                 break
             evicted = 0 if node == prefix.lowest() else caches.evict_oldest_leaf(self.cache)
             if not evicted:
                 break
-            self._taken += evicted
             self.known.evicted(evicted)
         return tokens <= free
 
