@@ -3,7 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from canary_adapters.internal_requests import is_internal
@@ -31,10 +31,13 @@ class HiddenRequests:
 
     `OffloadingConnector` reads blocks of ended requests until another request gets the block: blocks of internal
     requests are still told.
+
+    sheltered: gives a context of code of ours on the scheduler's thread, as of `Recomputes.sheltered`. Where an output
+    can't be read, the connector sees it as it is.
     """
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Any, sheltered: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._scheduler, self._sheltered = scheduler, sheltered
         self._connector = getattr(scheduler, "connector", None)
         self._patches = Patches()
         self._hid: deque[bool] = deque(maxlen=UNDER_WAY)
@@ -44,7 +47,7 @@ class HiddenRequests:
         if self._connector is None or self._patches.done:
             return
         wraps = {name: _answers(answer) for name, answer in ANSWERS.items()}
-        wraps |= {"build_connector_meta": self._builds, "update_connector_output": _reports}
+        wraps |= {"build_connector_meta": self._builds, "update_connector_output": self._reports}
         for name, make in wraps.items():
             if hasattr(self._connector, name):
                 self._patches.wrap(self._connector, name, make)
@@ -56,16 +59,38 @@ class HiddenRequests:
 
     def _builds(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def build(output: Any, *args: Any, **kwargs: Any) -> Any:
-            names = {*filter(is_internal, output.num_scheduled_tokens), *filter(is_internal, output.finished_req_ids)}
-            self._hid.append(bool(names))
-            if not names:
+            kept: dict[str, Any] = {}
+            with self._sheltered():
+                kept = self._kept(output)
+            if not kept:
                 return original(output, *args, **kwargs)
-            self._fence(output, names)
-            self._uncount(output, names)
-            with _without(output, names):
+            with _replaced(output, kept):
                 return original(output, *args, **kwargs)
 
         return build
+
+    def _kept(self, output: Any) -> dict[str, Any]:
+        """Fields of the scheduler's output without internal requests; none where there are none of these."""
+        names = {*filter(is_internal, output.num_scheduled_tokens), *filter(is_internal, output.finished_req_ids)}
+        self._hid.append(bool(names))
+        if not names:
+            return {}
+        kept = _without(output, names)
+        self._fence(output, names)
+        self._uncount(output, names)
+        return kept
+
+    def _reports(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Connectors of the workers are told of each end of a request, and some report the end at once."""
+
+        def reported(output: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._sheltered():
+                for names in (output.finished_sending, output.finished_recving):
+                    if names:
+                        names -= {*filter(is_internal, names)}
+            return original(output, *args, **kwargs)
+
+        return reported
 
     def _fence(self, output: Any, names: set[str]) -> None:
         """Adds the blocks handed out to internal requests to those of the others."""
@@ -93,18 +118,6 @@ def _answers(answer: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return make
 
 
-def _reports(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Connectors of the workers are told of each end of a request, and some report the end at once."""
-
-    def reported(output: Any, *args: Any, **kwargs: Any) -> Any:
-        for names in (output.finished_sending, output.finished_recving):
-            if names:
-                names -= {*filter(is_internal, names)}
-        return original(output, *args, **kwargs)
-
-    return reported
-
-
 def _handed_out(output: Any, names: set[str]) -> Iterator[int]:
     cached = output.scheduled_cached_reqs
     given = [new.block_ids for new in output.scheduled_new_reqs if new.req_id in names]
@@ -112,23 +125,29 @@ def _handed_out(output: Any, names: set[str]) -> Iterator[int]:
     return (block for groups in given for blocks in groups for block in blocks if block)
 
 
-@contextmanager
-def _without(output: Any, names: set[str]) -> Iterator[None]:
-    """Takes ``names`` out of the scheduler's output, for a while."""
-    before = dict(vars(output))
-    kept = _drop(before, names)
+def _without(output: Any, names: set[str]) -> dict[str, Any]:
+    """Fields of the scheduler's output without ``names``."""
+    given = vars(output)
+    kept = _drop(given, names)
     kept["scheduled_new_reqs"] = [new for new in output.scheduled_new_reqs if new.req_id not in names]
     kept["total_num_scheduled_tokens"] = sum(kept["num_scheduled_tokens"].values())
-    cached, state = output.scheduled_cached_reqs, before.get("kv_connector_block_state")
+    cached, state = output.scheduled_cached_reqs, given.get("kv_connector_block_state")
     rows = [row for row, name in enumerate(cached.req_ids) if name not in names]
     kept["scheduled_cached_reqs"] = _copy(cached, _drop(vars(cached), names) | _take(vars(cached), rows))
     if state is not None:
         kept["kv_connector_block_state"] = _copy(state, _drop(vars(state), names))
-    vars(output).update(kept)
+    return kept
+
+
+@contextmanager
+def _replaced(output: Any, fields: Mapping[str, Any]) -> Iterator[None]:
+    """``output`` has other ``fields`` for a while."""
+    before = {name: getattr(output, name) for name in fields}
+    vars(output).update(fields)
     try:
         yield
     finally:
-        vars(output).update({name: before[name] for name in kept})
+        vars(output).update(before)
 
 
 def _drop(fields: Mapping[str, Any], names: set[str]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class SchedulerRequests(InternalRequests):
         self.polls = False
         """Whether an idle engine asks workers of other processes for wanted requests."""
         self._patches, self._parks = Patches(), Patches()
-        self._hidden = HiddenRequests(scheduler)
+        self._hidden = HiddenRequests(scheduler, self._recomputes.sheltered)
         # Number of answered tokens when a request began with KV that a connector may have failed to bring.
         self._unsure: dict[str, int] = {}
         self._timer: threading.Timer | None = None

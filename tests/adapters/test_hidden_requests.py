@@ -1,5 +1,6 @@
 """A connector of a scheduler like vLLM's, without its internal requests."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from canary_adapters.hidden_requests import ANSWERS, HiddenRequests
 from canary_adapters.internal_requests import PREFIX
+from canary_adapters.sheltered import Sheltered
 from canary_adapters.touched_requests import TouchedRequests
 from canary_adapters.unfit_requests import unfit_connector, unfit_request
 from canary_core import Origin, Touch
@@ -78,7 +80,7 @@ def test_a_connector_neither_sees_nor_brings_nor_keeps_internal_requests():
     """But all else, and the scheduler's output is whole again afterwards, with what the connector has changed."""
     connector = Connector()
     of = scheduler(connector)
-    hidden = HiddenRequests(of)
+    hidden = HiddenRequests(of, nullcontext)
     hidden.wrap()
     hidden.wrap()
     user, ours = (SimpleNamespace(request_id=name) for name in ("a", OURS))
@@ -97,11 +99,25 @@ def test_a_connector_neither_sees_nor_brings_nor_keeps_internal_requests():
 def test_an_end_reported_by_the_workers_connector_goes_no_further():
     """vLLM's scheduler fails at the report of a request that it has freed; LMCache reports each one that ends."""
     connector = Connector()
-    HiddenRequests(scheduler(connector)).wrap()
+    HiddenRequests(scheduler(connector), nullcontext).wrap()
     reported = SimpleNamespace(finished_sending={"a", OURS}, finished_recving=None)
     connector.update_connector_output(reported)
     assert connector.heard == [{"a"}]
     assert reported.finished_sending == {"a"}
+
+
+def test_an_output_of_another_shape_ends_nothing_but_recomputes():
+    """The connector sees it as it is."""
+    connector, told = Connector(), []
+    odd = output()
+    del odd.scheduled_cached_reqs.req_ids
+    connector.build_connector_meta = lambda seen: [new.req_id for new in seen.scheduled_new_reqs]
+    HiddenRequests(scheduler(connector), lambda: Sheltered(lambda *_: told.append(_), "hidden")).wrap()
+    assert connector.build_connector_meta(odd) == ["a", OURS]
+    assert [where for where, _ in told] == ["hidden"]
+    reported = SimpleNamespace(finished_sending=frozenset({OURS}))
+    connector.update_connector_output(reported)
+    assert len(told) == 2
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -111,7 +127,7 @@ def test_blocks_that_internal_requests_take_are_still_told(several):
     offloading.connector_scheduler = SimpleNamespace(_current_batch_allocated_block_ids=taken)
     connector = Connector() if several else offloading
     connector._connectors = [offloading] if several else []
-    HiddenRequests(scheduler(connector)).wrap()
+    HiddenRequests(scheduler(connector), nullcontext).wrap()
     connector.build_connector_meta(output())
     assert taken == {4, 5, 6, 8, 9}
 
@@ -120,7 +136,7 @@ def test_the_connector_is_restored_once_the_last_end_is_surely_reported():
     """Else the wraps stay, which leave all other requests alone."""
     connector = Connector()
     of = scheduler(connector)
-    hidden = HiddenRequests(of)
+    hidden = HiddenRequests(of, nullcontext)
     hidden.wrap()
     connector.build_connector_meta(output())
     hidden.close()
@@ -139,11 +155,11 @@ def test_the_connector_is_restored_once_the_last_end_is_surely_reported():
 
 def test_a_scheduler_without_a_connector_is_left_alone():
     """As one whose connector has not all of vLLM's functions."""
-    none = HiddenRequests(SimpleNamespace(connector=None, finished_req_ids=set()))
+    none = HiddenRequests(SimpleNamespace(connector=None, finished_req_ids=set()), nullcontext)
     none.wrap()
     none.close()
     connector = SimpleNamespace(on_new_request=lambda request: "told")
-    HiddenRequests(scheduler(connector)).wrap()
+    HiddenRequests(scheduler(connector), nullcontext).wrap()
     assert connector.on_new_request(SimpleNamespace(request_id=OURS)) is ANSWERS["on_new_request"]
     assert connector.on_new_request(SimpleNamespace(request_id="a")) == "told"
 
