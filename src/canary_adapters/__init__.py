@@ -52,7 +52,7 @@ from canary_adapters.recompute_pairs import RecomputePairs, model_rounding
 from canary_adapters.recompute_requests import Recomputes
 from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, deliver
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
-from canary_adapters.same_inputs import embedded_prompt
+from canary_adapters.same_inputs import same_inputs
 from canary_adapters.sampled_tokens import sampled_tokens
 from canary_adapters.scales import WatchedScales, kv_scales
 from canary_adapters.sheltered import Sheltered
@@ -72,7 +72,7 @@ from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknow
 from canary_adapters.touched_requests import TouchedRequests
 from canary_adapters.tries import Tries, leaked
 from canary_adapters.under_way import UnderWay
-from canary_adapters.unfit_requests import unfit_connector, unfit_request
+from canary_adapters.unfit_requests import refusals
 from canary_adapters.verdict_pipe import BlockVerdict, VerdictPipe, VerdictPost, VerdictWay
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.errors import error_text
@@ -176,7 +176,6 @@ __all__ = [
     "count_breaches",
     "default_store",
     "deliver",
-    "embedded_prompt",
     "embedding_layer",
     "embedding_numbers",
     "error_text",
@@ -206,17 +205,17 @@ __all__ = [
     "put_media",
     "ragged_table",
     "recompute_off",
+    "refusals",
     "report_breaches",
     "require_disjoint",
     "ring_table",
     "row_source",
+    "same_inputs",
     "sampled_tokens",
     "slot_table",
     "stacked_layers",
     "token_table",
     "unabsorbed",
-    "unfit_connector",
-    "unfit_request",
     "unknown_tokens",
     "upload",
 ]

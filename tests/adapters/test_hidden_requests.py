@@ -10,7 +10,7 @@ from canary_adapters.hidden_requests import ANSWERS, HiddenRequests
 from canary_adapters.internal_requests import PREFIX
 from canary_adapters.sheltered import Sheltered
 from canary_adapters.touched_requests import TouchedRequests
-from canary_adapters.unfit_requests import unfit_connector, unfit_request
+from canary_adapters.unfit_requests import refusals, unfit_connector, unfit_request
 from canary_core import Origin, Touch
 
 OURS = f"{PREFIX}1"
@@ -179,6 +179,23 @@ def test_where_nothing_is_computed_again():
     sent = {**about, "kv_transfer_params": {"do_remote_decode": True}}
     assert unfit_request(SimpleNamespace(**sent)) == "its KV goes to another engine, or comes from one"
     assert "pooling" in str(unfit_request(SimpleNamespace(**{**about, "sampling_params": None})))
+
+
+def test_media_that_can_not_be_handed_on_have_a_reason():
+    """By the model, or because they are gone."""
+    about: dict[str, Any] = dict(sampling_params=1, mm_features=[SimpleNamespace(data=1)])
+    causal: dict[str, Any] = dict(is_encoder_decoder=False, is_mm_prefix_lm=False)
+
+    def why(gone: bool = False, encoder: Any = None, **model: bool) -> str | None:
+        config = SimpleNamespace(model_config=SimpleNamespace(**{**causal, **model}))
+        request = {**about, "mm_features": [SimpleNamespace(data=None)]} if gone else about
+        return refusals(SimpleNamespace(vllm_config=config, ec_connector=encoder), None)(SimpleNamespace(**request))
+
+    assert why() is None
+    assert why(is_encoder_decoder=True) == "its media are read by an encoder beside the tokens"
+    assert why(is_mm_prefix_lm=True) == "attention to its media depends on the chunks"
+    assert why(encoder=1) == "what an encoder makes of its media comes from another engine"
+    assert why(gone=True) == "its media are gone"
 
 
 def test_tokens_of_a_connector_are_an_arrival_behind_those_of_a_hit():

@@ -139,7 +139,10 @@ def test_what_a_request_of_embeddings_left_is_not_computed_again(small):
             serve(small)
         assert parked.remembered(small).names() == ["one", "other"]
         (answer,) = parked.verify(small, "one")
-        assert (answer.verdict, answer.reason) == ("unjudged", "embeddings or media stand in the place of tokens")
+        assert (answer.verdict, answer.reason) == (
+            "unjudged",
+            "media or embeddings in the place of tokens end with a request",
+        )
         parked.serve(small, "text", [*range(3, 70)])
         (told,) = guard.findings.told("parked_left_out")
         assert told.fields["reason"] == answer.reason

@@ -4,14 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from canary_adapters import (
-    IdleWorkers,
-    RecomputePair,
-    SchedulerRequests,
-    embedded_prompt,
-    unfit_connector,
-    unfit_request,
-)
+from canary_adapters import IdleWorkers, RecomputePair, SchedulerRequests, refusals, same_inputs
 from canary_core import CanaryConfig, may_recompute
 from canary_vllm.compat import connectors
 from canary_vllm.session import Session
@@ -22,8 +15,8 @@ def follow(scheduler: Any, config: CanaryConfig, sessions: Callable[[], Sequence
     from vllm.v1.request import RequestStatus
 
     abort = partial(scheduler.finish_requests, finished_status=RequestStatus.FINISHED_ABORTED)
-    unfit = unfit_connector(connectors.origin(scheduler, config.ledger_private))
-    requests = SchedulerRequests(scheduler, _again, lambda one: unfit or unfit_request(one), abort, config.recompute)
+    unfit = refusals(scheduler, connectors.origin(scheduler, config.ledger_private))
+    requests = SchedulerRequests(scheduler, _again, unfit, abort, config.recompute)
     requests.here = lambda: [session.recomputed for session in sessions()]
     requests.polls = config.control == "write"
     if may_recompute(config):
@@ -56,7 +49,7 @@ def exchange(pairs: Sequence[RecomputePair]) -> Callable[[Any], Sequence[str]]:
 
 
 def _again(name: str, target: Any, tokens: int) -> Any:
-    """Greedy, of one token, the same embeddings and adapter. Salted, though its blocks never get a hash."""
+    """Greedy, of one token, the same embeddings, media and adapter. Salted, though its blocks never get a hash."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -65,5 +58,5 @@ def _again(name: str, target: Any, tokens: int) -> Any:
     )
     return Request(
         name, list(target.all_token_ids[:tokens]), params, None, client_index=target.client_index,
-        lora_request=target.lora_request, cache_salt=name, priority=1 << 30, **embedded_prompt(target, tokens),
+        lora_request=target.lora_request, cache_salt=name, priority=1 << 30, **same_inputs(name, target, tokens),
     )  # fmt: skip
