@@ -18,12 +18,14 @@ verdict. So many more must be there until the same request is chosen again."""
 @dataclass(frozen=True, slots=True)
 class Running:
     """A running request. tokens: those with KV that the host knows; decoded: how many of these one by one. life:
-    another number after each preemption."""
+    another number after each preemption. beyond_tokens: whether an adapter, media or embeddings have a say in its
+    KV."""
 
     name: str
     tokens: int
     decoded: int
     life: int
+    beyond_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

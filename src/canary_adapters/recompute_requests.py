@@ -48,7 +48,7 @@ SEVERAL = "several running requests have names that begin so: give the whole nam
 class Recomputes:
     """One scheduler's internal requests, one at a time. Requests asked for by `want` come first; then, for a ``share``
     of all computed tokens, chosen running requests: first, once the noise is known, requests touched by a hit, an
-    arrival or a preemption. With nobody to serve, for a ``share`` of the time, the least recently proven parked prefix.
+    arrival, a preemption, an adapter, media or embeddings. With nobody to serve, for a ``share`` of the time, the least recently proven parked prefix.
     A number of verdicts in the place of a share: all computed tokens, until so many computations after `TEACHING` ones.
 
     Under pressure an internal request gives way at once: it ends where requests of users wait.
@@ -203,7 +203,7 @@ class Recomputes:
         teaching = self._taught < TEACHING
         # Of what nothing touched only a request that has decoded took two ways to the same KV.
         fresh = [one for one in fit if not self._touched.of(one.name) and one.decoded >= LEAST_TOKENS]
-        touched = [one for one in fit if self._touched.of(one.name)]
+        touched = [one for one in fit if one.beyond_tokens or self._touched.of(one.name)]
         for some in (fresh, touched) if teaching else (touched, fresh):
             if some:
                 return min(some, key=lambda one: self._verified.get(one.name, 0))

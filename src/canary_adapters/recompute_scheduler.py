@@ -335,7 +335,10 @@ def deliver(output: Any, worker: RecomputePairs) -> None:
 def _running(request: Any) -> Running:
     tokens = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
     decoded = max(0, tokens - request.num_prompt_tokens)
-    return Running(request.request_id, tokens, decoded, int(request.num_preemptions))
+    more = bool(request.mm_features) or any(
+        getattr(request, name, None) is not None for name in ("lora_request", "prompt_embeds")
+    )
+    return Running(request.request_id, tokens, decoded, int(request.num_preemptions), more)
 
 
 def _without(names: set[str], outputs: dict[int, Any]) -> None:

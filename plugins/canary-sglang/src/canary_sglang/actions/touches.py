@@ -37,4 +37,5 @@ def running(request: Any) -> Running:
     tokens = min(known, known - 1 if computed is None else computed) if len(request.output_ids) else 0
     # Two requests may have one name.
     life = hash((id(request), request.retraction_count))
-    return Running(request.rid, tokens, max(0, tokens - len(request.origin_input_ids)), life)
+    more = request.lora_id is not None or schedulers.has_media(request) or schedulers.embedded(request)
+    return Running(request.rid, tokens, max(0, tokens - len(request.origin_input_ids)), life, more)
