@@ -48,8 +48,9 @@ SEVERAL = "several running requests have names that begin so: give the whole nam
 class Recomputes:
     """One scheduler's internal requests, one at a time. Requests asked for by `want` come first; then, for a ``share``
     of all computed tokens, chosen running requests: first, once the noise is known, requests touched by a hit, an
-    arrival, a preemption, an adapter, media or embeddings. With nobody to serve, for a ``share`` of the time, the least recently proven parked prefix.
-    A number of verdicts in the place of a share: all computed tokens, until so many computations after `TEACHING` ones.
+    arrival, a preemption, an adapter, media or embeddings. With nobody to serve, for a ``share`` of the time, the least
+    recently proven parked prefix. A number of verdicts in the place of a share: all computed tokens, until so many
+    computations after `TEACHING` ones.
 
     Under pressure an internal request gives way at once: it ends where requests of users wait.
 
