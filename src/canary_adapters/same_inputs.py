@@ -10,7 +10,8 @@ def same_inputs(name: str, target: Any, tokens: int) -> dict[str, Any]:
     """Arguments of a request ``name`` like vLLM's with the first ``tokens`` inputs of ``target``, beside the token ids:
     the prompt's embeddings, a mask for the positions of tokens, and media. The media have identifiers of their own, so
     that no cache has the encoder's output: it is computed again, too."""
-    media = [_other(f"{name}/{i}", one) for i, one in enumerate(target.mm_features) if one.mm_position.offset < tokens]
+    features = getattr(target, "mm_features", ())
+    media = [_other(f"{name}/{i}", one) for i, one in enumerate(features) if one.mm_position.offset < tokens]
     embeds = getattr(target, "prompt_embeds", None)
     given: dict[str, Any] = {"mm_features": media} if media else {}
     if embeds is None:
