@@ -3,6 +3,7 @@ wrong on every path alike is found. SGLang is broken from outside, in all of its
 
 import pytest
 from engines.attention_models import IN_TRITON, TYPES, WINDOW
+from tools.recompute_verdicts import deviations
 from tools.recomputes import ASKED
 
 from canary_adapters import ATTENTION_TYPES
@@ -33,11 +34,6 @@ def engines(launch):
         return made[key]
 
     return make
-
-
-def deviations(done):
-    """By layer."""
-    return {one["attention"]["layer"]: one["attention"]["deviation"] for one in done["answers"]}
 
 
 def clean(done):

@@ -4,6 +4,7 @@ again. SGLang is broken from outside, in all of its forwards."""
 import json
 
 import pytest
+from tools.recompute_verdicts import deviations
 from tools.recomputes import ASKED, QUIET, prompt
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
@@ -32,11 +33,6 @@ def engines(launch):
         return made[dtype]
 
     return make
-
-
-def deviations(done):
-    """By layer."""
-    return {one["attention"]["layer"]: one["attention"]["deviation"] for one in done["answers"]}
 
 
 def clean(done):

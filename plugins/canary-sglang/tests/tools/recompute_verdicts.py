@@ -31,6 +31,11 @@ def told(done: dict[str, Any]) -> list[tuple[Any, ...]]:
     ]
 
 
+def deviations(done: dict[str, Any]) -> dict[int, str | None]:
+    """Of attention, by layer."""
+    return {one["attention"]["layer"]: one["attention"]["deviation"] for one in done["answers"]}
+
+
 def states_compared(done: dict[str, Any]) -> list[bool]:
     """Of each answer, whether recurrent states were compared."""
     return [any(one["region"] == "mamba" for one in answer["layers"]) for answer in done["answers"]]

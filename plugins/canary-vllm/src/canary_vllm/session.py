@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ class Session:
         rounding = partial(model_rounding, model.dtype, model.hf_text_config)
         parameters = runner.get_model().named_parameters()
         mla = {name: layer for name, layer in runners.layers(runner).items() if hasattr(layer, "kv_b_proj")}
-        attended = partial(attention_layers, model.hf_text_config, parameters, {**owners, **mla}, given)
+        attended = cache(partial(attention_layers, model.hf_text_config, parameters, {**owners, **mla}, given))
         quantized = runners.quantized(runner)
         scales = partial(kv_scales, quantized, ("CPUAttentionBackendImpl",))
         # Called with a layer, query, key, value and more, behind the layer's number; MLA is its own layer.
