@@ -54,14 +54,12 @@ class AttentionCalls:
 def unabsorbed(
     layers: Callable[[], Mapping[int, AttentionLayer]], number: int, *given: Any, output: Tensor, **more: Any
 ) -> Operands:
-    """Of a call of a layer of MLA that projects compressed KV by itself. ``given``: queries by head, compressed KV, the
-    rotated part of keys, and last the metadata with the number of decodes in front, without expanded keys. ``layers``:
-    as of `AttentionCalls`, with ``kv_b_proj``."""
-    queries, plain, rotated, *_, metadata = given
-    heads, decoded = queries.shape[1], int(metadata.num_decode_tokens)
-    rotated = rotated.reshape(len(rotated), 1, -1)
-    made = layers()[number].owner.kv_b_proj(plain[decoded:])[0].view(len(plain) - decoded, heads, -1)
-    made = torch.cat((made.new_zeros(decoded, *made.shape[1:]), made))
+    """Of a call of a layer of MLA that projects compressed KV by itself, or takes queries to the rows instead.
+    ``given``: queries by head, compressed KV, the rotated part of keys, and more. ``layers``: as of `AttentionCalls`,
+    with ``kv_b_proj``."""
+    queries, plain, rotated, *_ = given
+    heads, rotated = queries.shape[1], rotated.reshape(len(rotated), 1, -1)
+    made = layers()[number].owner.kv_b_proj(plain)[0].view(len(plain), heads, -1)
     dim = queries.shape[2] - rotated.shape[2]
     keys, values = torch.cat((made[..., :dim], rotated.expand(-1, heads, -1)), -1), made[..., dim:]
     rows = torch.cat((plain, rotated[:, 0]), -1)

@@ -214,8 +214,6 @@ class AttentionWatch:
             scales = self._calls.scales(number) if sources[0].dtype in COARSE else ""
             if half == COMPRESSED_HALF and sources[0].dtype in COARSE:
                 scales = "nobody has shown how compressed KV is read"
-            if half == COMPRESSED_HALF and sources[0].tensor.device.type != "cpu":
-                return "attention over compressed KV was shown on CPUs only"
             if sources[0].dtype not in FLOATS and isinstance(scales, str):
                 return f"its KV is stored as {sources[0].dtype}{scales and ', and '}{scales}"
         return None

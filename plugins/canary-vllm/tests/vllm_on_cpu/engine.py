@@ -44,6 +44,9 @@ def as_asked_for() -> Iterator[None]:
     with all that it changes in scheduler and runner."""
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        yield
+        return
     owner = type(current_platform)
     raw = vars(owner)["check_and_update_config"]
 

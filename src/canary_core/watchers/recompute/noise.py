@@ -1,5 +1,6 @@
 """`Errors` of one request, and `Noise`: the errors of an engine by computing the same on another path."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
@@ -28,6 +29,11 @@ MARGIN = 2.0
 number is rounded, where another path rounds some."""
 STATES_MARGIN = 2.0
 """The same again for recurrent states: errors of their smallest rows are spread further than those of tokens."""
+MEDIANS_MARGIN = 8.0
+"""Bound of a median, as a multiple of the largest one of fresh requests, where all of these have some and few single
+tokens are further off. Of thousands of requests of a model none was more than 5 times as far off as the median one."""
+FEW_TOKENS = 1 / 32
+"""Share of tokens that is few."""
 UNLIKE = 1 / MARGIN
 """An error too large for noise: a bound learnt from such errors would be the size of the KV, and hide anything."""
 
@@ -111,6 +117,33 @@ class Bound:
         return Bound(*map(max, pairs))
 
 
+@dataclass(slots=True)
+class _Medians:
+    """Medians of a source in fresh requests. most: the largest one; requests: those with a median above 0, and other
+    ones, exact. far: of ``tokens`` those further off than `MEDIANS_MARGIN` times the largest median until then."""
+
+    most: float = 0.0
+    requests: int = 0
+    exact: int = 0
+    tokens: int = 0
+    far: int = 0
+
+    def add(self, tokens: Tensor, medians: Tensor) -> None:
+        """Of one request: errors of a source by token, and its medians."""
+        most = float(medians.max()) if medians.numel() else 0.0
+        self.most = max(self.most, most)
+        self.requests += most > 0
+        self.exact += most == 0
+        self.tokens += tokens.numel()
+        self.far += int((tokens > MEDIANS_MARGIN * self.most).sum())
+
+    @property
+    def bound(self) -> float:
+        """Of a median, infinite where these say too little of others."""
+        enough = self.requests >= PAIRED_REQUESTS and not self.exact and self.far <= FEW_TOKENS * self.tokens
+        return MEDIANS_MARGIN * self.most if enough else torch.inf
+
+
 def windows(values: Tensor) -> tuple[list[int], Tensor]:
     """Of ``values``, ``[rows, n]``: first index of each window of `WINDOW_TOKENS` of ``n`` tokens, the last one at the
     end; and the median of each row in it, ``[rows, windows]``."""
@@ -126,7 +159,7 @@ class Noise:
     """The largest errors by source of fresh requests against a second computation; and, where the engine can, of one
     with one more rounding of all KV read by attention, which stands for paths not taken by fresh requests, such as
     larger batches with other roundings. Where it can't, single tokens bound the medians, and no layer is taken to be
-    more exact than those before it.
+    more exact than those before it; so do medians of KV where each fresh request has some.
 
     KV in a coarse type, such as fp8, differs by a whole step in the few numbers rounded to different sides by two
     paths, and is equal in all others; attention takes such a step to all tokens and layers behind. So a layer behind
@@ -147,6 +180,7 @@ class Noise:
     def __init__(self, rounding: float) -> None:
         self._least = Bound(rounding, rounding)
         self._bounds: dict[Key, Bound] = {}
+        self._medians: dict[Key, _Medians] = defaultdict(_Medians)
         self.tokens = self.requests = 0
         self.paired_tokens = self.paired_requests = self.equal_tokens = self.equal_requests = 0
         self._coarse = False
@@ -210,6 +244,9 @@ class Noise:
             worst = margin * float(tokens.max()) if tokens.numel() else 0.0
             deepest[source.half] = worst = max(worst, deepest.get(source.half, 0.0))
             self._raise(region, source, Bound(worst, worst))
+        for errors in pair:
+            for source, tokens, medians in zip(errors.sources, errors.values, errors.windows()[1], strict=True):
+                self._medians[errors.region, source.name].add(tokens, medians)
 
     def bound(self, region: str, source: KVSource, roundoff: float = 0.0, first: int = NO_LAYER) -> Bound | None:
         """None for a source without any comparison. ``roundoff``: of `Errors.roundoffs`. ``first``: the first layer of
@@ -217,6 +254,9 @@ class Noise:
         known = self._bounds.get((region, source.name))
         if known is None:
             return None
+        if source.role is not Role.STATE:
+            window = min(known.window, max(self._medians[region, source.name].bound, self._least.window))
+            known = replace(known, window=window)
         quarters = source.role is not Role.STATE and source.layer < self._unlike
         quarter = max(known.token, 2 * roundoff) if quarters else torch.inf
         if not roundoff:

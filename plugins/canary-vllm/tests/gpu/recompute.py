@@ -1,0 +1,278 @@
+"""Breaks a real vLLM on a GPU from outside, and shows that a second computation, and the reference of attention beside it,
+tell it, with layer and position; and nothing before.
+
+    python3 recompute.py llama gemma3 deepseek fp8 int8        # SETUPs; each in a process of its own, some 40 s
+
+Two or three layers with random weights that matter, bfloat16, CUDA graphs for decodes. All checks of bytes are off. The
+noise is learnt first. One line for each fault goes to stdout; raw results to ``$OUT/recompute-SETUP.json``. Exits with 1
+if anything is not as it should.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+OUT = Path(os.environ.get("OUT", "/tmp/canary-recompute"))
+GRAPHS: dict[str, Any] = dict(
+    enforce_eager=False,
+    compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]},
+)
+OPTIONS: dict[str, Any] = dict(
+    load_format="auto", dtype="bfloat16", max_model_len=512, num_gpu_blocks_override=200, block_size=16,
+    max_num_batched_tokens=256, gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 29,
+)  # fmt: skip
+SIZES: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+    num_hidden_layers=3, initializer_range=0.1, max_position_embeddings=1024,
+)  # fmt: skip
+MLA = dict(
+    num_attention_heads=16, num_key_value_heads=16, qk_nope_head_dim=128, v_head_dim=128, initializer_range=0.05
+)
+SETUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "gemma3": ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, {}),
+    "deepseek": ("deepseek_v2", MLA, {"block_size": 64}),
+    "fp8": ("llama", {}, {"kv_cache_dtype": "fp8"}),
+    "int8": ("llama", {}, {"kv_cache_dtype": "int8_per_token_head"}),
+}
+"""Setup: the model's type, more of its configuration, and more of what `vllm.LLM` is given."""
+CLEAN = 24
+"""Requests computed again before anything is broken, once the noise is known."""
+STALE_STEPS = 40
+
+
+@contextmanager
+def stale(small: Any, name: str) -> Iterator[None]:
+    """Graphs read the buffer ``name`` of the forward before: lengths and positions are one too small."""
+    import torch
+
+    buffers = getattr(small.runner, "input_buffers", small.runner)
+    buffer = getattr(buffers, name)
+    buffer = getattr(buffer, "gpu", buffer)
+    right = torch.cuda.CUDAGraph.replay
+
+    def replay(graph: Any) -> None:
+        buffer.sub_(1)
+        right(graph)
+        buffer.add_(1)
+
+    torch.cuda.CUDAGraph.replay = replay
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.cuda.CUDAGraph.replay = right
+
+
+@contextmanager
+def rescaled(small: Any) -> Iterator[None]:
+    """The softmax scale of layer 1 is 2 % too large in all that is not a graph."""
+    impl = layers(small)[1].impl
+    names = [name for name in ("scale", "softmax_scale") if hasattr(impl, name)]
+    kept = {name: getattr(impl, name) for name in names}
+    right = getattr(impl, "forward_mha", None)
+    for name, scale in kept.items():
+        setattr(impl, name, scale * 1.02)
+    if right is not None:
+        impl.forward_mha = lambda q, *rest, **more: right(q * 1.02, *rest, **more)
+    try:
+        yield
+    finally:
+        vars(impl).update(kept)
+        vars(impl).pop("forward_mha", None)
+
+
+@contextmanager
+def exchanged(small: Any) -> Iterator[None]:
+    """K and V of layer 1 are exchanged where they are stored, in all that is not a graph; of compressed KV one number is
+    stored half as large again."""
+    impl = layers(small)[1].impl
+    right = impl.do_kv_cache_update
+
+    def store(*args: Any, **more: Any) -> None:
+        if hasattr(impl, "forward_mha"):
+            rows = args[0].clone()
+            rows[:, 3] *= 1.5
+            return right(rows, *args[1:], **more)
+        layer, k, v, *rest = args
+        return right(layer, v, k, *rest, **more)
+
+    impl.do_kv_cache_update = store
+    try:
+        yield
+    finally:
+        del impl.do_kv_cache_update
+
+
+def layers(small: Any) -> list[Any]:
+    """vLLM's own, in order."""
+    every = small.runner.compilation_config.static_forward_context
+    return [every[name] for name in sorted(every) if hasattr(every[name], "impl")]
+
+
+class Shown:
+    """One setup's engine under guard."""
+
+    def __init__(self, setup: str) -> None:
+        from canary_vllm.hooks import HOOKS
+        from vllm_on_cpu.attention_types import checkpoint
+        from vllm_on_cpu.engine import SmallEngine
+
+        from canary_core import CanaryConfig, hook_manager
+        from canary_core.testing import Findings
+
+        kind, more, options = SETUPS[setup]
+        self.findings = Findings()
+        hook_manager().register(self.findings)
+        settings = dict(read_check=0, scrub_budget="0", bytes="off", stats_interval=0)
+        HOOKS.start(CanaryConfig.load(**settings))
+        self.small = SmallEngine(checkpoint(kind, **{**SIZES, **more}), **{**OPTIONS, **GRAPHS, **options})
+        (self.session,) = HOOKS.sessions
+        self.rows: list[dict[str, Any]] = []
+
+    def every_layer(self, name: str, tokens: int = 150) -> list[Any]:
+        """Verifications of one request, as many as there are layers."""
+        from vllm_on_cpu import verified
+
+        verified.begin(self.small, 20, {name: verified.prompt(name, tokens)})
+        answers = [verified.verify(self.small, name)[0] for _ in layers(self.small)]
+        verified.finish(self.small)
+        return answers
+
+    def clean(self) -> None:
+        """Learns the noise, then verifies requests of batches of all sizes."""
+        from vllm_on_cpu import verified
+
+        began = time.time()
+        verified.teach(self.small)
+        answers, number = [], 0
+        while len(answers) < CLEAN:
+            names = [f"clean {number}-{i}" for i in range(1 + number % 6)]
+            number += 1
+            verified.begin(self.small, 12 * (number % 4), {one: verified.prompt(one, 40 + 30 * (number % 5)) for one in names})
+            answers += verified.verify(self.small, *names)
+            verified.finish(self.small)
+        looks = [answer.attention for answer in answers if answer.attention is not None]
+        last = [layer for layer in answers[-1].layers][-1]
+        self.row(
+            "nothing", not any(a.verdict == "differs" for a in answers) and not any(one.differs for one in looks),
+            verdicts=count(a.verdict for a in answers), looks=len(looks),
+            worst=max((layer.median / max(layer.bound or 1, 1e-30) for a in answers for layer in a.layers), default=0.0),
+            last=f"{last.median:.2g} of {last.bound}", seconds=round(time.time() - began),
+        )  # fmt: skip
+
+    def hit(self) -> None:
+        """Weights that changed under a kept cache."""
+        from vllm_on_cpu import verified
+
+        hits, fresh = verified.hit_under_other_weights(self.small)
+        self.row("a norm's weight 5 % larger, a hit", (hits.verdict, fresh.verdict) == ("differs", "same"), **first(self, hits))
+
+    def broken(self, what: str, fault: AbstractContextManager[None], judged: Callable[[list[Any]], bool]) -> None:
+        """All layers' looks at one request while ``fault`` lasts."""
+        with fault:
+            answers = self.every_layer(what)
+        self.row(what, judged(answers), **first(self, *answers))
+
+    def stale(self, name: str) -> None:
+        """Forty decodes whose graphs read a stale buffer."""
+        from vllm_on_cpu import verified
+
+        request = f"stale {name}"
+        with stale(self.small, name):
+            verified.begin(self.small, STALE_STEPS, {request: verified.prompt(request, 60)})
+        (answer,) = verified.verify(self.small, request)
+        verified.finish(self.small)
+        self.row(f"graphs read stale {name}", answer.verdict == "differs", **first(self, answer))
+
+    def row(self, what: str, well: bool, **more: Any) -> None:
+        """One line of the table."""
+        self.session.canary.drain()
+        told = [str(violation) for violation in self.findings.violations]
+        self.findings.violations.clear()
+        self.rows.append({"what": what, "well": well, **more, "told": told[:4]})
+        print(f"  {'ok  ' if well else 'FAIL'} {what}: {more} {told[:1]}", flush=True)
+
+
+def count(names: Any) -> dict[str, int]:
+    """How often each one is there."""
+    every = list(names)
+    return {name: every.count(name) for name in dict.fromkeys(every)}
+
+
+def first(shown: Shown, *answers: Any) -> dict[str, Any]:
+    """Verdicts, and the deviations of attention by layer."""
+    looks = [answer.attention for answer in answers if answer.attention is not None]
+    return {
+        "verdicts": count(answer.verdict for answer in answers),
+        "attention": {one.layer: one.deviation for one in looks if one.differs},
+        "reasons": list(dict.fromkeys(answer.reason for answer in answers if answer.reason))[:2],
+    }
+
+
+def one_layer(*deviations: str) -> Callable[[list[Any]], bool]:
+    """Whether layer 1 alone is told, by one of these deviations."""
+
+    def judged(answers: list[Any]) -> bool:
+        looks = [answer.attention for answer in answers if answer.attention is not None]
+        return [(one.layer, one.deviation in deviations) for one in looks if one.differs] == [(1, True)]
+
+    return judged
+
+
+def show(setup: str) -> int:
+    """All of one setup, in this process."""
+    import torch
+
+    shown = Shown(setup)
+    with torch.inference_mode():
+        steps: list[tuple[str, Callable[[], None]]] = [
+            ("clean", shown.clean),
+            ("hit", shown.hit),
+            ("stale positions", lambda: shown.stale("positions")),
+            ("stale seq_lens", lambda: shown.stale("seq_lens")),
+        ]
+        if setup not in ("fp8", "int8"):
+            # Attention over such KV has no reference on a GPU.
+            steps += [
+                ("scale", lambda: shown.broken("scale", rescaled(shown.small), one_layer("scale"))),
+                ("exchanged", lambda: shown.broken("exchanged", exchanged(shown.small), one_layer("keys", "values"))),
+                ("mended", lambda: shown.broken("mended", exchanged_not(), lambda a: not any(x.attention and x.attention.differs for x in a))),
+            ]  # fmt: skip
+        for name, step in steps:
+            try:
+                step()
+            except Exception as error:
+                shown.row(name, False, error=f"{type(error).__name__}: {error}"[:300])
+    stats = {k: v for k, v in shown.session.canary.stats().items() if k.startswith(("recompute", "attention"))}
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / f"recompute-{setup}.json").write_text(json.dumps({"rows": shown.rows, "stats": stats}, indent=1, default=str))
+    print(f"  {stats}", flush=True)
+    return int(not all(row["well"] for row in shown.rows))
+
+
+@contextmanager
+def exchanged_not() -> Iterator[None]:
+    """Nothing is broken."""
+    yield
+
+
+def main(setups: list[str]) -> int:
+    """A process for each."""
+    failed = 0
+    for setup in setups:
+        print(setup, flush=True)
+        failed += subprocess.run([sys.executable, __file__, "--show", setup], check=False).returncode != 0
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE.parent)]
+    sys.exit(show(sys.argv[2]) if sys.argv[1] == "--show" else main(sys.argv[1:] or [*SETUPS]))

@@ -1,0 +1,42 @@
+"""Bounds of `Noise` from fresh requests that an engine can compute again by one path only."""
+
+import pytest
+import torch
+
+from canary_core import KVSource, Role
+from canary_core.watchers.recompute.noise import PAIRED_REQUESTS, Errors, Noise
+
+TOKENS, USUAL, ROUNDING = 160, 0.01, 2.0**-9
+STATE, KV = Role.STATE, Role.DATA
+
+
+def source(role):
+    """One with a name."""
+    return KVSource(torch.zeros(4, 4), "k", 1, chunk_bytes=16, slot_stride_bytes=16, dtype=torch.float32, role=role)
+
+
+def learnt(role, far_tokens=1, exact=0):
+    """Noise of requests whose tokens are off by about `USUAL`, and so many of each by 0.45; ``exact`` requests by
+    single tokens alone."""
+    noise, known, draw = Noise(ROUNDING), source(role), torch.Generator().manual_seed(3)
+    for number in range(PAIRED_REQUESTS + exact):
+        values = USUAL * (0.5 + torch.rand(1, TOKENS, generator=draw)) * (number >= exact)
+        values[0, torch.randperm(TOKENS, generator=draw)[:far_tokens]] = 0.45
+        noise.learn_pair([Errors("kv", [known], range(TOKENS), values)], decoded=40)
+    return noise.bound("kv", known)
+
+
+def test_single_tokens_that_are_far_off_do_not_hide_an_error_of_all():
+    """The bound of a median is a multiple of medians; a single token may still be off by as much as one was."""
+    bound = learnt(KV)
+    assert 8 * USUAL < bound.window < 12 * USUAL
+    assert bound.token == pytest.approx(0.9)
+    assert bound.quarter == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(("role", "far_tokens", "exact"), [(KV, 20, 0), (KV, 1, 1), (STATE, 1, 0)])
+def test_single_tokens_bound_medians_where_these_say_too_little(role, far_tokens, exact):
+    """Where more than a few tokens are far off, so that a window may have many; where a request had none that is off,
+    so that another batch may round otherwise; and in states, of which one may be a hundred times as far off."""
+    bound = learnt(role, far_tokens, exact)
+    assert bound.window == pytest.approx(1.8 if role is STATE else 0.9)
