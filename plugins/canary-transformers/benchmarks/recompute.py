@@ -1,7 +1,7 @@
 """The tables of docs/verify.md, measured anew: ``PYTHONPATH=plugins/canary-transformers/tests python3
 plugins/canary-transformers/benchmarks/recompute.py [ROUNDS] [DEVICE]`` prints them. One round of clean traffic has
-three requests, a fork and a preemption, and some seven verdicts; then all requests have a hit. What is broken is broken in the model's Python, which
-CUDA graphs don't run, so that table is measured on a CPU."""
+three requests, a fork and a preemption, and some seven verdicts; then the same where all requests have a hit. What is
+broken is broken in the model's Python, which CUDA graphs don't run, so that table is measured on a CPU."""
 
 import copy
 import statistics
