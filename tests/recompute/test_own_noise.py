@@ -206,6 +206,17 @@ def test_fresh_requests_go_on_to_teach_after_touched_ones(hybrid):
     assert recompute._canary.stats()["recompute_taught"] == 8
 
 
+def test_noise_of_touched_requests_alone_is_no_finding_before_a_look_at_the_requests_own(hybrid):
+    """One whose computations are all as far from each other as the cache from them, as with states."""
+    engine, recompute, findings = hybrid
+    engine.recurrent, engine.touches = False, [Touch("hit", 40)]
+    assert [verdict(recompute) for _ in range(4)][-1] == "same"
+    engine.apart = engine.off["kv"] = engine.off["state"] = 1e-4
+    assert verdict(recompute) == "same"
+    assert recompute._canary.stats()["recompute_own_noise"] == 1
+    assert findings.violations == []
+
+
 def test_a_fresh_request_that_differs_teaches_nothing(hybrid):
     """Once touched ones have taught the noise."""
     engine, recompute, findings = hybrid

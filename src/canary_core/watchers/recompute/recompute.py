@@ -188,7 +188,8 @@ class Recompute:
         foreign, reason = bool(cached.touches) or cached.parked is not None, None
         if foreign and not self.noise.known:
             reason = UNEXPLAINED if self._unexplained else self._learn_alone(cached, own())
-        answer = self.judge.verdict(cached, comparison, own if self._recomputer.recurrent else None)
+        looks = self._recomputer.recurrent or not self.noise.settled
+        answer = self.judge.verdict(cached, comparison, own if looks else None)
         if answer.verdict != "differs" and self.judge.teaches(cached, comparison):
             reason = self._learn(cached, comparison, first, own)
         if reason is not None and answer.verdict == "unjudged":
