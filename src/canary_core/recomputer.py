@@ -117,8 +117,7 @@ class Recomputer(ABC):
     @property
     def recurrent(self) -> bool:
         """Whether layers of the model keep states, which sum up the roundings of all tokens before. Then ``jitter``
-        rounds what is computed within these layers, too; with a ``chunk_tokens`` of 1 the last tokens are computed one
-        by one, and those before in larger forwards; and the results of earlier calls of `compute` stay valid."""
+        rounds what is computed within these layers, too."""
         return False
 
     @property
@@ -137,7 +136,8 @@ class Recomputer(ABC):
         self, request: CachedRequest, chunk_tokens: int, jitter: float = 0.0, observer: AttentionObserver | None = None
     ) -> Mapping[str, Computed]:
         """The KV of ``request.tokens`` by name of a region, computed from nothing with the weights, adapter and
-        numerics of the request, ``chunk_tokens`` tokens in one forward. Valid until the next call.
+        numerics of the request, ``chunk_tokens`` tokens in one forward; with 1 the last tokens are computed one by
+        one, and those before in larger forwards. Valid as long as it is held, also beside that of a later call.
 
         With ``jitter`` attention reads each number of K and V multiplied by a random one between ``1 - jitter`` and ``1
         + jitter``, from a generator of its own, and rounded to its type; returned is what was computed, without that

@@ -1,5 +1,6 @@
-"""Models with recurrent layers: a request is blamed for nothing that its own computations differ by, states have their
-own verdict, and nothing is learnt from a model whose paths compute different things."""
+"""Noise by a request's computations alone. Models with recurrent layers: a request is blamed for nothing that these
+differ by, and states have their own verdict. Touched requests teach by them. Nothing is learnt from a model whose paths
+compute different things."""
 
 import copy
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from canary_core import (
     Recomputer,
     Region,
     Role,
+    Touch,
 )
 from canary_core.plugins import private_hooks
 from canary_core.testing import Findings
@@ -32,7 +34,8 @@ def source(values: torch.Tensor, half: str, layer: int, role: Role = Role.DATA) 
 
 class Hybrid(Recomputer):
     """KV of layer 1, and a state of layer 2. ``apart``: size of the errors of each computation; ``wrong_path``: of
-    those token by token, beside these; ``off``: of what the cache holds; ``lengths``: tokens of forwards, by call."""
+    those token by token, beside these; ``off``: of what the cache holds; ``lengths``: tokens of forwards, by call;
+    ``touches``: of the request."""
 
     rounding = 1e-7
     recurrent = True
@@ -48,6 +51,7 @@ class Hybrid(Recomputer):
         self.wrong_path = 0.0
         self.off = {"kv": 1e-6, "state": 1e-6}
         self.lengths: list[int] = []
+        self.touches: list[Touch] = []
 
     def near(self, name: str, by: float) -> torch.Tensor:
         """The right numbers with an error."""
@@ -61,7 +65,7 @@ class Hybrid(Recomputer):
         self.pool.copy_(self.near("kv", self.off["kv"]))
         self.held.copy_(self.near("state", self.off["state"]))
         slots = {"kv": torch.arange(TOKENS), "recurrent state": torch.arange(ROWS)}
-        return CachedRequest(request, range(TOKENS), slots)
+        return CachedRequest(request, range(TOKENS), slots, self.touches)
 
     def compute(self, request, chunk_tokens, jitter=0.0, observer=None):
         self.lengths.append(chunk_tokens)
@@ -153,7 +157,8 @@ def test_an_engine_without_states_computes_as_before(hybrid):
 
 
 def test_an_engine_that_was_wrong_from_its_start_teaches_nothing(hybrid):
-    """What it left in the cache is far less than half of its size off, and far more than roundings explain."""
+    """What it left in the cache is far less than half of its size off, and far more than roundings explain. Nor do
+    touched requests teach after that, until a fresh one is as it should be."""
     engine, recompute, findings = hybrid
     engine.recurrent = False
     engine.off["kv"] = 0.01
@@ -163,4 +168,72 @@ def test_an_engine_that_was_wrong_from_its_start_teaches_nothing(hybrid):
     assert recompute._canary.stats()["recompute_unlike"] == 6
     (told,) = [event.fields for event in findings.told("unjudged") if "from its start" in event.fields["reason"]]
     assert told["error"] == pytest.approx(0.01, rel=0.2)
+    engine.touches = [Touch("hit", 40)]
+    answers = [recompute.now("r")[0] for _ in range(6)]
+    assert {(answer.verdict, "wrong from its start" in answer.reason) for answer in answers} == {("unjudged", True)}
+    assert findings.violations == []
+    engine.touches, engine.off["kv"] = [], 1e-6
+    assert {verdict(recompute) for _ in range(4)} == {"unjudged"}
+    assert verdict(recompute) == "same"
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_touched_request_teaches_by_its_computations_alone(recurrent, hybrid):
+    """What a hit brought is wrong in all requests, and none of it is taken for noise: the request that completes the
+    noise differs at once, as far as its kind of fault is ever found. The right KV is the same."""
+    engine, recompute, findings = hybrid
+    engine.recurrent, engine.touches, engine.off["kv"] = recurrent, [Touch("hit", 40)], 1e-3
+    answers = [recompute.now("r")[0] for _ in range(5)]
+    assert [answer.verdict for answer in answers] == ["unjudged"] * 3 + ["differs"] * 2
+    assert "more requests must be verified first; so far taught by 3 of 4 requests" in answers[2].reason
+    assert engine.lengths[:5] == [512, 7, 1, 512, 7]
+    assert {found.rule for found in findings.violations} == {"brought"}
+    engine.off["kv"] = 1e-6
+    assert verdict(recompute) == "same"
+    assert recompute._canary.stats()["recompute_taught"] == 4
+
+
+def test_fresh_requests_go_on_to_teach_after_touched_ones(hybrid):
+    """Four of them, as they know the engine's own path, which is further off here. Then nothing more is learnt."""
+    engine, recompute, _ = hybrid
+    engine.recurrent, engine.touches = False, [Touch("hit", 40)]
+    assert [verdict(recompute) for _ in range(4)][-1] == "same"
+    source = engine.region.sources[0]
+    alone, engine.touches = recompute.noise.bound("kv", source), []
+    engine.off["kv"] = 1.9e-6
+    assert {verdict(recompute) for _ in range(6)} == {"same"}
+    assert recompute.noise.bound("kv", source).window > alone.window
+    assert recompute._canary.stats()["recompute_taught"] == 8
+
+
+def test_noise_of_touched_requests_alone_is_no_finding_before_a_look_at_the_requests_own(hybrid):
+    """One whose computations are all as far from each other as the cache from them, as with states."""
+    engine, recompute, findings = hybrid
+    engine.recurrent, engine.touches = False, [Touch("hit", 40)]
+    assert [verdict(recompute) for _ in range(4)][-1] == "same"
+    engine.apart = engine.off["kv"] = engine.off["state"] = 1e-4
+    assert verdict(recompute) == "same"
+    assert recompute._canary.stats()["recompute_own_noise"] == 1
+    assert findings.violations == []
+
+
+def test_a_fresh_request_that_differs_teaches_nothing(hybrid):
+    """Once touched ones have taught the noise."""
+    engine, recompute, findings = hybrid
+    engine.recurrent, engine.touches = False, [Touch("hit", 40)]
+    assert [verdict(recompute) for _ in range(4)][-1] == "same"
+    engine.touches, engine.off["kv"] = [], 1e-4
+    assert {verdict(recompute) for _ in range(3)} == {"differs"}
+    assert recompute._canary.stats()["recompute_taught"] == 4
+    assert len(findings.violations) > 0
+
+
+def test_touched_requests_of_a_model_whose_paths_are_apart_teach_nothing(hybrid):
+    """The answer says why there is no verdict."""
+    engine, recompute, findings = hybrid
+    engine.recurrent, engine.touches, engine.wrong_path = False, [Touch("hit", 40)], 0.01
+    answers = [recompute.now("r")[0] for _ in range(6)]
+    assert {answer.verdict for answer in answers} == {"unjudged"}
+    assert all("in calls of one or of several tokens" in answer.reason for answer in answers)
+    assert recompute._canary.stats()["recompute_unlike"] == 6
     assert findings.violations == []

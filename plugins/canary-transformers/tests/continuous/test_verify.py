@@ -191,25 +191,72 @@ def test_weights_changed_under_a_kept_cache_are_found_without_being_asked_for(en
     assert found.rule in ("everywhere", "attention")
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_where_each_request_has_a_hit_there_are_verdicts(dtype, engine):
+    """All prompts begin alike, and a request that nobody verified has left their prefix in the cache: noise is learnt
+    from requests with a hit, which are the same then."""
+    verified = engine(dtype=dtype)
+    prefixes = [verified.prefix() for _ in range(3)]
+    verified.taught(prefixes[0])
+    answers = verified.traffic(8, prefixes)
+    assert len(answers) > 40
+    assert [answer.table() for answer in answers if answer.verdict != "same"] == []
+    assert verified.guard.violations == []
+
+
+def test_noise_that_was_learnt_from_stale_hits_hides_none_of_them(engine, monkeypatch):
+    """A weight changed under the kept prefix before anything was known: no request has right KV, and the one that
+    completes the noise is found. One that computes all itself with the new weight is the same."""
+    verified = engine(hit_check=False)
+    prefix = verified.prefix()
+    weights_change(verified, monkeypatch)
+    answers = []
+    for n in range(6):
+        verified.submit(f"{n}", [*prefix, *tokens(verified.random, 8)], 50)
+        verified.step(45)
+        answers.append(verified.answer(f"{n}"))
+        verified.finish()
+    assert [answer.verdict for answer in answers] == ["unjudged"] * 3 + ["differs"] * 3
+    assert "more requests must be verified first; so far taught by 3 of 4 requests" in answers[2].reason
+    found = [v for v in verified.guard.violations if v.kind is Kind.RECOMPUTE]
+    assert {(v.rule, v.layer, v.half, v.position) for v in found} == {("brought", 1, "v", 0)}
+    verified.submit("newer")
+    verified.step(30)
+    assert verified.answer("newer").verdict == "same"
+
+
+def test_stale_hits_are_found_without_being_asked_for_where_all_have_one(engine, monkeypatch):
+    """By ``CANARY_RECOMPUTE`` alone; nothing starves."""
+    monkeypatch.setattr(sampler, "LOOK_S", 0.0)
+    verified = engine(recompute="1000", hit_check=False)
+    verified.submit("prefix", [*(prefix := tokens(verified.random, HIT)), 5], 1)
+    verified.finish()
+    weights_change(verified, monkeypatch)
+    for n in range(6):
+        verified.submit(f"{n}", [*prefix, *tokens(verified.random, 8)], 50)
+        verified.finish()
+    stats = verified.guard.stats()
+    assert stats["recompute_differs"] > 0
+    assert stats["recompute_taught"] >= 4
+    found = [v for v in verified.guard.violations if v.kind is Kind.RECOMPUTE]
+    assert {(v.rule, v.layer, v.position) for v in found} == {("brought", 1, 0)}
+    assert verified.findings.told("recompute_starved") == []
+
+
 def test_what_can_not_be_judged_says_so(engine):
     """Too few tokens, a request that is unknown, and noise that is not known: each with its reason, counted, and told
-    once. A request that hits something teaches nothing."""
+    once."""
     verified = engine()
     verified.submit("short", tokens(verified.random, 5), 8)
     verified.step(6)
     assert "fewer than 32 tokens" in verified.answer("short").reason
     assert "is not running" in verified.answer("nobody").reason
     verified.finish()
-    shared = tokens(verified.random)
-    verified.submit("first", shared)
-    verified.finish()
-    for n in range(6):
-        verified.submit(f"hits {n}", shared, 50)
-        verified.step(45)
-        assert "not known yet" in verified.answer(f"hits {n}").reason
-        verified.finish()
-    assert verified.recompute.noise.tokens == 0
-    assert verified.guard.stats()["recompute_unjudged"] == 8
+    for name in ("a", "b", "c"):
+        verified.submit(name, None, 50)
+    verified.step(45)
+    assert all("not known yet" in answer.reason for answer in verified.recompute.now())
+    assert verified.guard.stats()["recompute_unjudged"] == 5
     assert len(verified.findings.told("unjudged")) == 3
 
 

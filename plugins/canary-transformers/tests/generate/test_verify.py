@@ -143,6 +143,29 @@ def test_clean_answers_are_never_blamed(kind, floats, answers):
     assert one.guard.violations == []
 
 
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=BESIDE)])
+def test_where_all_rows_go_on_from_an_earlier_answer_there_are_verdicts(kind, answers):
+    """Noise is learnt from such rows. What a weight that changed between the answers left in them is found, although
+    nothing else was ever seen."""
+    one = answers(kind)
+    ids = one.prompts(4)
+    kept = one.generate(ids, max_new_tokens=10)
+    more = torch.cat([kept.sequences, one.prompts(4, 8)], 1)
+    kept = one.generate(more, attention_mask=torch.ones_like(more), **{CACHE: kept[CACHE]})
+    judged = one.verdicts()
+    assert [answer.verdict for answer in judged[:3]] in (["unjudged"] * 3, ["same"] * 3)
+    judged += one.verdicts()
+    assert {answer.verdict for answer in judged[3:]} == {"same"}, judged[3].table()
+    assert one.guard.stats()["recompute_taught"] == 4
+    older = one.generate(one.prompts(), max_new_tokens=10)
+    weights_change(one)
+    more = torch.cat([older.sequences, one.prompts(1, 8)], 1)
+    older = one.generate(more, attention_mask=torch.ones_like(more), **{CACHE: older[CACHE]})
+    found = {answer.verdict for answer in one.verdicts() if answer.tokens < kept.sequences.shape[1]}
+    assert found <= {"differs"}
+    assert {(v.layer, v.rule, v.position) for v in one.guard.violations} == {(1, "brought", 0)}
+
+
 @pytest.mark.parametrize(
     "recompute", [pytest.param("0", marks=pytest.mark.takes_turns("the same by the setting")), "100%"]
 )

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 from unittest import mock
 
@@ -81,10 +81,17 @@ class Verified:
         """A request of 40 tokens and more."""
         self.engine.submit(name, prompt or tokens(self.random), new)
 
-    def taught(self) -> None:
-        """The noise is known from fresh requests, in which nothing was found."""
+    def prefix(self) -> list[int]:
+        """Whole blocks of the prefix cache, left there by a request that nobody verifies."""
+        made = tokens(self.random, HIT)
+        self.submit("prefix", [*made, *tokens(self.random, 8)], 2)
+        self.finish()
+        return made
+
+    def taught(self, prefix: Sequence[int] = ()) -> None:
+        """The noise is known from fresh requests, or from those that hit this ``prefix``; nothing was found in them."""
         for n in range(4):
-            self.submit(f"fresh {n}", new=50)
+            self.submit(f"fresh {n}", [*prefix, *tokens(self.random, PROMPT - len(prefix))], 50)
             self.step(45)
             answer = self.answer(f"fresh {n}")
             # Equal bits need no noise to be known.
@@ -92,9 +99,9 @@ class Verified:
             self.finish()
         assert self.recompute.noise.known
 
-    def traffic(self, rounds: int) -> list[Any]:
+    def traffic(self, rounds: int, prefixes: Sequence[list[int]] = ()) -> list[Any]:
         """Hits, forks and preemptions, in one batch and alone, verified again and again. Returns the verdicts."""
-        prefixes = [tokens(self.random, 24) for _ in range(3)]
+        prefixes = prefixes or [tokens(self.random, 24) for _ in range(3)]
         judged = []
         for n in range(rounds):
             for m in range(3):

@@ -30,6 +30,7 @@ UNKNOWN = (
     "the noise of this engine is not known yet: more requests without a prefix hit, fork, arrival or preemption must "
     "be verified first"
 )
+UNKNOWN_OF_ANY = "the noise of this engine is not known yet: more requests must be verified first"
 ALONE = 4
 """Ratio of the errors of K and V in a layer from which a wrong input of the layer is ruled out."""
 FARTHER = (
@@ -76,7 +77,8 @@ class RecomputeJudge:
     forwards. `Recompute` is for those that compute it at once.
 
     rounding: gives `Recomputer.rounding`, once the first request is compared. whole: whether this process holds the KV
-    of all layers and heads, or only the shard of one rank.
+    of all layers and heads, or only the shard of one rank. alone: whether requests that something touched teach noise,
+    too, as in `Recompute`.
 
     Counters in `Canary.stats`: ``recomputed_requests``, ``recomputed_tokens``, ``recompute_same``,
     ``recompute_differs``, ``recompute_unjudged`` and one for each `Reason`, ``recompute_taught`` for each request from
@@ -85,9 +87,11 @@ class RecomputeJudge:
     ``unjudged`` event.
     """
 
-    def __init__(self, canary: RecomputeHost, rounding: Callable[[], float], whole: bool = True) -> None:
+    def __init__(
+        self, canary: RecomputeHost, rounding: Callable[[], float], whole: bool = True, alone: bool = False
+    ) -> None:
         self._canary = canary
-        self._whole = whole
+        self._whole, self._alone = whole, alone
         self.rounding = rounding
         self._told: set[str] = set()
         self._left_out: set[tuple[str, ...]] = set()
@@ -152,12 +156,13 @@ class RecomputeJudge:
         return BytesLook(self._canary, cached)
 
     def teaches(self, cached: CachedRequest, comparison: Comparison, known: int | None = None) -> bool:
-        """Whether noise is to be learnt: there is none yet of some tokens, and nothing but the request computed the KV.
+        """Whether noise is to be learnt from KV in the cache: it is not settled for some tokens, and nothing but the
+        request computed the KV.
         Never from a parked prefix: weights may have changed since. Nor from errors that are no noise: a
         ``recompute_unlike``, nor of changed bytes. known: as of `verdict`."""
         if comparison.bytes is not None and comparison.bytes.changed:
             return False
-        learnt = self.noise.known and (known is None or known >= len(cached.tokens))
+        learnt = self.noise.settled and (known is None or known >= len(cached.tokens))
         if learnt or cached.touches or cached.parked is not None:
             return False
         far = next(filter(None, (one.unlike() for one in comparison.errors)), None)
@@ -206,9 +211,11 @@ class RecomputeJudge:
         self._leaves_out(missing)
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
-            answer = self.unjudged(cached.request, UNKNOWN, "noise_unknown", tokens, layers, missing)
-            touch = f"; this one had {_a(cached.touches[0].what)} and teaches nothing" if cached.touches else ""
-            return replace(answer, reason=f"{UNKNOWN}; so far taught by {self.noise.progress}{touch}")
+            why = UNKNOWN_OF_ANY if self._alone else UNKNOWN
+            answer = self.unjudged(cached.request, why, "noise_unknown", tokens, layers, missing)
+            idle = cached.touches and not self._alone
+            touch = f"; this one had {_a(cached.touches[0].what)} and teaches nothing" if idle else ""
+            return replace(answer, reason=f"{why}; so far taught by {self.noise.progress}{touch}")
         wrong = [one for one in layers if one.differs]
         if wrong and own is not None:
             bounds = own().widened(bounds)

@@ -156,7 +156,8 @@ def windows(values: Tensor) -> tuple[list[int], Tensor]:
 
 
 class Noise:
-    """The largest errors by source of fresh requests against a second computation; and, where the engine can, of one
+    """The largest errors by source of fresh requests against a second computation (as long as there are too few, of
+    two computations of others); and, where the engine can, of one
     with one more rounding of all KV read by attention, which stands for paths not taken by fresh requests, such as
     larger batches with other roundings. Where it can't, single tokens bound the medians, and no layer is taken to be
     more exact than those before it; so do medians of KV where each fresh request has some.
@@ -183,6 +184,7 @@ class Noise:
         self._medians: dict[Key, _Medians] = defaultdict(_Medians)
         self.tokens = self.requests = 0
         self.paired_tokens = self.paired_requests = self.equal_tokens = self.equal_requests = 0
+        self._alone = 0
         self._coarse = False
         self._dense = self._unlike = NO_LAYER
         self._decodes: list[int] = []
@@ -191,6 +193,11 @@ class Noise:
     def known(self) -> bool:
         """Whether enough fresh requests were compared for a verdict."""
         return any(share >= 1 for share, _ in self._ways())
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is `known`, and not by computations alone: nothing more is learnt."""
+        return self.known and (not self._alone or self.requests - self._alone >= TAUGHT_REQUESTS)
 
     @property
     def progress(self) -> str:
@@ -214,9 +221,11 @@ class Noise:
         longest = self._decodes[-1] if len(self._decodes) == PAIRED_REQUESTS else 0
         return min(decodes, longest) if self.paired_requests else decodes
 
-    def learn(self, paths: Sequence[Sequence[Errors]], rounded: Sequence[Errors]) -> None:
-        """Takes in a fresh request, compared with computations by several paths, and with one of random roundings."""
+    def learn(self, paths: Sequence[Sequence[Errors]], rounded: Sequence[Errors], fresh: bool = True) -> None:
+        """Takes in a request, compared with computations by several paths, and with those of random roundings: a fresh
+        one as it is in the cache, or another one as first computed, alone."""
         self.requests += 1
+        self._alone += not fresh
         self.tokens += _most_tokens(rounded)
         for path in paths:
             for errors in path:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from canary_core.errors import CanaryError, error_text
 from canary_core.recomputer import CachedRequest, Computed, Recomputer, recompute_off, recompute_starved
 from canary_core.watchers.recompute.attention_turns import AttentionTurns
 from canary_core.watchers.recompute.comparison import Comparing, Comparison
-from canary_core.watchers.recompute.judge import RecomputeHost, RecomputeJudge
+from canary_core.watchers.recompute.judge import Own, RecomputeHost, RecomputeJudge
 from canary_core.watchers.recompute.noise import WINDOW_TOKENS, Noise
 from canary_core.watchers.recompute.own_noise import OwnNoise
 from canary_core.watchers.recompute.questions import Questions
@@ -36,13 +36,9 @@ NOT_PARKED = (
     "verify a request while it runs"
 )
 TOO_SHORT = f"requests have fewer than {WINDOW_TOKENS} tokens"
-NONE_FRESH = (
-    f"the noise of this engine is not known, and is learnt only from requests of {WINDOW_TOKENS} tokens or more "
-    "without a hit, a fork, an arrival or a preemption; verify such requests after the start"
-)
 PATHS_APART = (
-    "this model computes other KV in calls of one or of several tokens behind a state than in one call, by more than "
-    "rounding explains, so a second computation proves nothing"
+    "this model computes other KV in calls of one or of several tokens than in one call, by more than rounding "
+    "explains, so a second computation proves nothing"
 )
 UNEXPLAINED = (
     "the KV of a fresh request is further from a second computation than rounding explains: this engine computes "
@@ -54,10 +50,11 @@ NO_MEMORY = "the device has no memory for a second computation of this request"
 class Recompute:
     """Judges requests in the cache by a second computation of the KV from the tokens.
 
-    Numerical noise is learnt from verified requests without a `Touch`: each is computed again by two paths, and with
-    random roundings of all KV read by attention. Before enough such requests were seen nobody is judged. `verify` may
-    be called on any thread; the work is done where the engine calls `serve`, between forwards. With
-    ``CANARY_RECOMPUTE`` requests are picked there too.
+    Numerical noise is learnt from verified requests: each is computed again by two paths and more, and with random
+    roundings of all KV read by attention. One without a `Touch` is compared with these; of others, and of parked
+    prefixes, the computations are compared with each other (`OwnNoise`). Before enough requests were seen nobody is
+    judged. `verify` may be called on any thread; the work is done where the engine calls `serve`, between forwards.
+    With ``CANARY_RECOMPUTE`` requests are picked there too.
 
     clock: seconds of the host.
     """
@@ -71,12 +68,13 @@ class Recompute:
         self.budget = TimeShare(0.0) if self._sampler is None else self._sampler.budget
         """Of ``CANARY_RECOMPUTE``. Others who compute again without being asked spend from it, too."""
         self._failures = 0
+        self._unexplained = False
         if canary.verifier is None:
             canary.verifier = self
         self._recomputer = recomputer
         self._questions = Questions()
         self._server: int | None = None
-        self.judge = RecomputeJudge(canary, lambda: recomputer.rounding)
+        self.judge = RecomputeJudge(canary, lambda: recomputer.rounding, alone=True)
         self._turns = AttentionTurns(canary, self.judge, recomputer.attention)
 
     @property
@@ -148,7 +146,7 @@ class Recompute:
 
     def _starves(self, looks: int) -> None:
         self._canary.count("recompute_starved")
-        told = recompute_starved(looks, TOO_SHORT if self.noise.known else NONE_FRESH)
+        told = recompute_starved(looks, TOO_SHORT)
         if told is not None:
             self._canary.tell(told)
 
@@ -186,34 +184,59 @@ class Recompute:
         observed: dict[str, Any] = {} if look is None else {"observer": look}
         first = self._recomputer.compute(cached, CHUNK_TOKENS, **observed)
         comparison = self.judge.begin(cached, first, bytes_look).result()
-        own = partial(self._own, cached, first) if self._recomputer.recurrent else None
-        answer = self.judge.verdict(cached, comparison, own)
-        answer = self._turns.judge(cached, answer, look)
-        if not self.judge.teaches(cached, comparison):
-            return answer
-        if own is not None and (apart := own().unlike(self._recomputer.rounding)) is not None:
-            self._canary.count("recompute_unlike")
-            self.judge.doubt(PATHS_APART, request=cached.request, source=" ".join(apart))
-            return answer if answer.verdict == "same" else replace(answer, reason=PATHS_APART)
-        if own is None and (far := self._rounded(cached, first).unexplained(comparison.errors)) is not None:
-            self._canary.count("recompute_unlike")
+        own = cache(partial(self._own, cached, first))
+        foreign, reason = bool(cached.touches) or cached.parked is not None, None
+        if foreign and not self.noise.known:
+            reason = UNEXPLAINED if self._unexplained else self._learn_alone(cached, own())
+        looks = self._recomputer.recurrent or not self.noise.settled
+        answer = self.judge.verdict(cached, comparison, own if looks else None)
+        if answer.verdict != "differs" and self.judge.teaches(cached, comparison):
+            reason = self._learn(cached, comparison, first, own)
+        if reason is not None and answer.verdict == "unjudged":
+            answer = replace(answer, reason=reason)
+        return self._turns.judge(cached, answer, look)
+
+    def _learn_alone(self, cached: CachedRequest, own: OwnNoise) -> str | None:
+        """Learns noise from the computations of a request alone; or gives the reason why not."""
+        apart = own.unlike(self._recomputer.rounding)
+        if apart is not None:
+            return self._unlike(PATHS_APART, request=cached.request, source=" ".join(apart))
+        self.noise.learn(own.paths, [one for errors in own.rounded for one in errors], fresh=False)
+        self._canary.count("recompute_taught")
+        return None
+
+    def _learn(
+        self, cached: CachedRequest, comparison: Comparison, first: Mapping[str, Computed], own: Own
+    ) -> str | None:
+        """The same from a fresh request in the cache."""
+        if self._recomputer.recurrent:
+            apart = own().unlike(self._recomputer.rounding)
+            if apart is not None:
+                return self._unlike(PATHS_APART, request=cached.request, source=" ".join(apart))
+        elif (far := self._rounded(cached, first).unexplained(comparison.errors)) is not None:
             (region, source), error = far
-            self.judge.doubt(UNEXPLAINED, request=cached.request, source=f"{region} {source}", error=error)
-            return answer if answer.verdict == "same" else replace(answer, reason=UNEXPLAINED)
-        paths, chunks = self._paths(cached)
+            self._unexplained = True
+            return self._unlike(UNEXPLAINED, request=cached.request, source=f"{region} {source}", error=error)
+        paths, chunks = self._paths(cached, self._recomputer.recurrent)
         rounded = [self._compare(cached, chunk, self._recomputer.rounding).errors for chunk in chunks]
         others = [self._compare(cached, chunk).errors for chunk in paths]
+        self._unexplained = False
         self.noise.learn([comparison.errors, *others], [one for errors in rounded for one in errors])
         self._canary.count("recompute_taught")
-        return answer
+        return None
 
-    def _paths(self, cached: CachedRequest) -> tuple[list[int], list[int]]:
+    def _unlike(self, reason: str, **about: object) -> str:
+        self._canary.count("recompute_unlike")
+        self.judge.doubt(reason, **about)
+        return reason
+
+    def _paths(self, cached: CachedRequest, all_of_them: bool) -> tuple[list[int], list[int]]:
         """Tokens of a forward of other computations of a request, and of those with random roundings."""
         odd = max(ODD_CHUNK_TOKENS, -(-len(cached.tokens) // MOST_ODD_CHUNKS) | 1)
-        return ([odd, 1], [CHUNK_TOKENS, odd]) if self._recomputer.recurrent else ([odd], [CHUNK_TOKENS])
+        return ([odd, 1], [CHUNK_TOKENS, odd]) if all_of_them else ([odd], [CHUNK_TOKENS])
 
     def _own(self, cached: CachedRequest, first: Mapping[str, Computed]) -> OwnNoise:
-        looks = (*self._paths(cached), self._recomputer.rounding)
+        looks = (*self._paths(cached, all_of_them=True), self._recomputer.rounding)
         return OwnNoise.of(self._canary, cached, first, partial(self._recomputer.compute, cached), looks)
 
     def _rounded(self, cached: CachedRequest, first: Mapping[str, Computed]) -> OwnNoise:
@@ -223,13 +246,14 @@ class Recompute:
 
     def _fits(self, cached: CachedRequest) -> bool:
         """Whether the device has memory for a second copy of the request's KV, and as much again for the forward (with
-        states a third one, to be compared with the second), within `MOST_MEMORY` of what is free."""
+        states, and as long as noise is learnt, a third one, to be compared with the second), within `MOST_MEMORY` of
+        what is free."""
         device = next(iter(cached.slots.values())).device
         if device.type != "cuda":
             return True
         regions = [self._canary.states[name].region for name in cached.slots]
         needed = (
-            (2 + self._recomputer.recurrent)
+            (2 + (self._recomputer.recurrent or not self.noise.settled))
             * len(cached.tokens)
             * sum(source.slot_bytes for region in regions for source in region.sources)
         )

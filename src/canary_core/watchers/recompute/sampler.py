@@ -42,8 +42,9 @@ class TimeShare:
 
 
 class Sampler:
-    """Picks requests: first those that a hit, a fork, an arrival or a preemption touched, then those with the most
-    tokens that were not looked at. A request comes again once it has twice as many tokens as then.
+    """Picks requests: first those that a hit, a fork, an arrival or a preemption touched (the others, while the noise
+    is not known), then those with the most tokens that were not looked at. A request comes again once it has twice as
+    many tokens as then.
 
     budget: the share of the time, which others may use up, too. clock: seconds of the host, of the engine's thread.
     """
@@ -87,8 +88,8 @@ class Sampler:
         self._rest_until = self._clock() + LOOK_S
 
     def pick(self, requests: Iterable[tuple[str, Outline]], fresh: bool) -> str | None:
-        """The next one. ``fresh``: of those that nothing touched, from which noise is learnt."""
-        best, most, unseen = None, (False, 0), False
+        """The next one. ``fresh``: rather one that nothing touched."""
+        best, most, unseen = None, (-1, 0), False
         for name, outline in requests:
             unseen = unseen or name not in self._seen
             seen = self._seen.get(name, 0)
@@ -96,8 +97,8 @@ class Sampler:
                 # Another request of the same name.
                 seen = 0
             due = max(2 * seen, WINDOW_TOKENS)
-            rank = (outline.touched, outline.tokens - seen)
-            if outline.tokens >= due and not (fresh and outline.touched) and rank > most:
+            rank = (int(outline.touched != fresh), outline.tokens - seen)
+            if outline.tokens >= due and rank > most:
                 best, most = name, rank
         self.starved = self.starved + unseen if best is None else 0
         if best is None:
