@@ -107,7 +107,7 @@ class Recomputes:
                 if why is not None:
                     self._give_up(why)
         if self._lessons.hindered(made=False):
-            self._end_lesson()
+            self.end_lesson()
         self._begin_wanted()
         if self._one is None and self._step % EVERY == 0:
             chosen = self._lessons.ready() or (self._choice() if self._may_choose else None)
@@ -139,17 +139,13 @@ class Recomputes:
                     self._lessons.compared()
             one.waited = True
         if self._lessons.hindered(made=True):
-            self._end_lesson()
+            self.end_lesson()
         return self.missed()
 
     def give_way(self) -> None:
         """Ends the present internal requests, for somebody who comes. Whoever asked waits on."""
         self._give_way()
-        self._end_lesson()
-
-    def left_alone(self) -> None:
-        """No request of a user is left. A lesson ends, so that the engine rests as it would."""
-        self._end_lesson()
+        self.end_lesson()
 
     def counted(self) -> dict[str, int]:
         """Counts for `Canary.stats` since the last call, by name."""
@@ -210,7 +206,7 @@ class Recomputes:
         """Ends all internal requests."""
         if self._one is not None:
             self._give_up("recompute was switched off")
-        self._end_lesson()
+        self.end_lesson()
 
     @property
     def _current(self) -> set[str]:
@@ -258,7 +254,8 @@ class Recomputes:
     def _verified_tokens(self, one: Running) -> int:
         return self._verified.get(one.name, 0)
 
-    def _end_lesson(self) -> None:
+    def end_lesson(self) -> None:
+        """Ends the present lesson, as where no request of a user is left: the engine rests as it would."""
         if self._lessons.name is not None:
             self._lessons.end()
             self._counts["recompute_lessons_ended"] += 1

@@ -257,7 +257,7 @@ class SchedulerRequests(InternalRequests):
                 with self._recomputes.sheltered():
                     _without(self._recomputes.live, outputs)
                     if all(map(is_internal, self._scheduler.requests)):
-                        self._recomputes.left_alone()
+                        self._recomputes.end_lesson()
             return outputs
 
         return update

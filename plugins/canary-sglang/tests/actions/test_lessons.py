@@ -1,0 +1,38 @@
+"""Engines whose requests all have a prefix hit: SGLang's scheduler begins fresh ones of its own, to learn the noise."""
+
+import pytest
+from tools.recompute_verdicts import ALL, clean, told
+from tools.recomputes import ASKED, OPTIONS, prompt
+
+from canary_adapters import is_internal
+from canary_adapters.lessons import AT_ONCE
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("recompute")]
+HEAD = prompt("head", 48)
+"""All prompts begin so."""
+REQUESTS = [[*HEAD, *prompt(f"tail {n}", 20 + 7 * (n % 3))] for n in range(48)]
+NEW = 60
+
+
+def traffic(engine, overlap):
+    """Served once the prefix is in the cache."""
+    engine.serve(prompts=[HEAD], new_tokens=1)
+    serve = engine.recompute_overlapped if overlap else engine.recompute_traffic
+    return serve(prompts=REQUESTS, new_tokens=NEW)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_engines_without_a_fresh_request_learn_from_their_own(launch, overlap):
+    """Verdicts are the same once the noise is known, no answer is another, and nothing of a lesson is left, streamed or
+    in the prefix cache."""
+    options = {**OPTIONS, "disable_overlap_schedule": not overlap}
+    plain = launch({"options": options}, CANARY_MODE="off").serve(prompts=REQUESTS, new_tokens=NEW)
+    done = traffic(launch({"options": options}, **ALL), overlap)
+    clean(done)
+    users = [one["verdict"] for one in done["answers"] if not is_internal(one["request"])]
+    print([(a["request"], a["verdict"], (a["reason"] or "")[-60:]) for a in done["answers"]], done["stats"])
+    known = users.index("same")
+    assert known < 8
+    assert {*users[known + 4 :]} == {"same"}
+    assert done["stats"]["recompute_lessons"] >= done["stats"]["recompute_taught"] >= AT_ONCE
+    assert done["outputs"] == plain["outputs"]
