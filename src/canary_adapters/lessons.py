@@ -73,5 +73,5 @@ class Lessons:
             self._engine.end(name)
 
     def stop(self) -> None:
-        """None begins any more."""
-        self._left = 0
+        """None begins any more, and the present one goes on to its end."""
+        self._left, self.name = 0, None

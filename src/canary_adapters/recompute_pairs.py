@@ -193,7 +193,7 @@ class RecomputePairs:
         while self._begun and (waits or self._begun[0].arrived()):
             one = self._begun.popleft()
             answer = self.judge.finish(one.cached, one.comparing.result(), one.pair.teaches, one.pair.decoded)
-            if answer.verdict == "unjudged" and not (one.pair.teaches or self.judge.noise.known):
+            if answer.verdict == "unjudged" and answer.layers and not (one.pair.teaches or self.judge.noise.known):
                 self._unsent.append(LESSON)
             self._answer(self.attention.turns.judge(one.cached, answer, one.look))
 

@@ -47,16 +47,17 @@ SEVERAL = "several running requests have names that begin so: give the whole nam
 
 
 class Recomputes:
-    """One scheduler's internal requests, one at a time. Requests asked for by `want` come first; then, for a ``share``
-    of all computed tokens, chosen running requests: first, once the noise is known, requests touched by a hit, an
-    arrival, a preemption, an adapter, media or embeddings. With nobody to serve, for a ``share`` of the time, the least
-    recently proven parked prefix. A number of verdicts in the place of a share: all computed tokens, until so many
-    computations after `TEACHING` ones.
+    """One scheduler's internal requests, one at a time, and a lesson beside. Requests asked for by `want` come first;
+    then, for a ``share`` of all computed tokens, chosen running requests: first, once the noise is known, requests
+    touched by a hit, an arrival, a preemption, an adapter, media or embeddings. With nobody to serve, for a ``share``
+    of the time, the least recently proven parked prefix. A number of verdicts in the place of a share: all computed
+    tokens, until so many computations after `TEACHING` ones.
 
-    Where workers lack noise for a verdict (`LESSON`), and no fresh request is to be had, one of `Lessons` is chosen;
-    without a share, too.
+    Where workers lack noise for a verdict (`LESSON`) and no fresh request runs that could teach it, `Lessons` are begun
+    and computed again, charged to the share; without a share, too.
 
-    Under pressure an internal request gives way at once: it ends where requests of users wait.
+    Under pressure internal requests give way: they end where requests of users wait, a lesson after a batch that left
+    one waiting.
 
     clock: seconds of the host.
     """
@@ -210,7 +211,8 @@ class Recomputes:
 
     @property
     def _current(self) -> set[str]:
-        return {name for name in (self._one and self._one.name, self._lessons.name) if name is not None}
+        one = None if self._one is None else self._one.name
+        return {name for name in (one, self._lessons.name) if name is not None}
 
     @property
     def _may_choose(self) -> bool:
@@ -226,9 +228,8 @@ class Recomputes:
         # Of what nothing touched only a request that has decoded took two ways to the same KV.
         fresh = [one for one in fit if not self._touched.of(one.name) and one.decoded >= LEAST_TOKENS]
         touched = [one for one in fit if one.beyond_tokens or self._touched.of(one.name)]
-        if self._lessons.wanted and not fresh:
-            if self._lessons.name is not None or self._begin_lesson(fit):
-                return None
+        if self._lessons.wanted and not fresh and (self._lessons.name is not None or self._begin_lesson(fit)):
+            return None
         asked_only = not self._share
         for some in (fresh,) if asked_only else (fresh, touched) if teaching else (touched, fresh):
             if some:

@@ -29,7 +29,7 @@ from canary_sglang.actions.own_requests import OwnRequests
 from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.touches import Touches, running
-from canary_sglang.compat import attended, caches, progress, runners, schedulers
+from canary_sglang.compat import attended, caches, runners, schedulers
 from canary_sglang.transfer.storage import others_store
 
 SPARE = 2

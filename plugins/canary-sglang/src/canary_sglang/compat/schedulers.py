@@ -341,7 +341,7 @@ def _same_media(inputs: Any, tokens: int) -> Any:
 def longest_lesson(scheduler: Any) -> int:
     """See `InternalRequests.longest`: 0 where drafts are decoded beside, or streamed in another way."""
     streams = hasattr(getattr(scheduler, "output_streamer", None), "stream_output")
-    return int(scheduler.max_req_len) if streams and speculation(scheduler) == "NONE" else 0
+    return int(scheduler.max_req_len) - 1 if streams and speculation(scheduler) == "NONE" else 0
 
 
 def internal_request(scheduler: Any, name: str, target: Any, tokens: int, new_tokens: int) -> Any:
