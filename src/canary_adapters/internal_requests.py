@@ -51,16 +51,22 @@ class RecomputePair:
     content: Sequence[int] = ()
     names: Sequence[str] = ()
 
+    @property
+    def teaches(self) -> bool:
+        """Whether noise may be learnt from it. A request that only ran through a prefill took the way of ``again``."""
+        return self.decoded >= LEAST_TOKENS and not self.touches and self.parked is None
+
 
 class InternalRequests(ABC):
     """The part of an engine's scheduler used by recompute. Called on the scheduler's own thread, between two batches
     in the making.
 
     parked: the prefixes of ended requests, known to all methods by `PARKED` and the request's name; or the reason for
-    none.
+    none. longest: most tokens of a request with its answer, 0 where an internal request can't decode.
     """
 
     parked: ParkedPrefixes | str = "of this engine Canary remembers running requests only"
+    longest: int = 0
 
     def prefix(self, name: str) -> ParkedPrefix | None:
         """A remembered prefix by `PARKED` and the request's name; None for any other name."""
@@ -91,9 +97,10 @@ class InternalRequests(ABC):
         return False
 
     @abstractmethod
-    def begin(self, name: str, request: str, tokens: int) -> str | None:
-        """Queues an internal request ``name`` with the first ``tokens`` tokens of ``request``: last in line, of one new
-        token, never read from the prefix cache and never kept there. Returns the reason why not, None for done."""
+    def begin(self, name: str, request: str, tokens: int, new_tokens: int = 1) -> str | None:
+        """Queues an internal request ``name`` with the first ``tokens`` tokens of ``request``: last in line, of so many
+        ``new_tokens``, never read from the prefix cache and never kept there. Returns the reason why not, None for
+        done."""
 
     @abstractmethod
     def computed(self, name: str) -> int | None:

@@ -13,7 +13,8 @@ import torch
 from canary_adapters.attention_calls import AttentionCalls
 from canary_adapters.attention_watch import AttentionWatch
 from canary_adapters.block_events import BlockGroup
-from canary_adapters.internal_requests import LEAST_TOKENS, RecomputePair, is_internal, named_like, slots_of
+from canary_adapters.internal_requests import RecomputePair, is_internal, named_like, slots_of
+from canary_adapters.lessons import LESSON
 from canary_adapters.parked_prefixes import ALL_PARKED, PARKED
 from canary_core import CachedRequest, Canary, CanaryError, Computed, Verification, Writers
 from canary_core.ops.upload import upload
@@ -191,9 +192,9 @@ class RecomputePairs:
         waits = any(one.pair.asked and one.pair.parked is not None for one in self._begun)
         while self._begun and (waits or self._begun[0].arrived()):
             one = self._begun.popleft()
-            # A request that only ran through a prefill took the way of the internal one.
-            teaches = one.pair.decoded >= LEAST_TOKENS
-            answer = self.judge.finish(one.cached, one.comparing.result(), teaches, one.pair.decoded)
+            answer = self.judge.finish(one.cached, one.comparing.result(), one.pair.teaches, one.pair.decoded)
+            if answer.verdict == "unjudged" and answer.layers and not (one.pair.teaches or self.judge.noise.known):
+                self._unsent.append(LESSON)
             self._answer(self.attention.turns.judge(one.cached, answer, one.look))
 
     def close(self) -> None:

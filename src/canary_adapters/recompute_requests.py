@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from canary_adapters.internal_requests import (
     LEAST_TOKENS,
@@ -14,6 +14,7 @@ from canary_adapters.internal_requests import (
     Running,
     named_like,
 )
+from canary_adapters.lessons import LESSON, LESSON_TOKENS, Lessons
 from canary_adapters.parked_prefixes import ALL_PARKED, LOST_ADAPTER, PARKED, PROOF_SHARE
 from canary_adapters.parked_proofs import NO_ROOM, ParkedProofs, too_little
 from canary_adapters.sheltered import Sheltered
@@ -46,13 +47,17 @@ SEVERAL = "several running requests have names that begin so: give the whole nam
 
 
 class Recomputes:
-    """One scheduler's internal requests, one at a time. Requests asked for by `want` come first; then, for a ``share``
-    of all computed tokens, chosen running requests: first, once the noise is known, requests touched by a hit, an
-    arrival, a preemption, an adapter, media or embeddings. With nobody to serve, for a ``share`` of the time, the least
-    recently proven parked prefix. A number of verdicts in the place of a share: all computed tokens, until so many
-    computations after `TEACHING` ones.
+    """One scheduler's internal requests, one at a time, and a lesson beside. Requests asked for by `want` come first;
+    then, for a ``share`` of all computed tokens, chosen running requests: first, once the noise is known, requests
+    touched by a hit, an arrival, a preemption, an adapter, media or embeddings. With nobody to serve, for a ``share``
+    of the time, the least recently proven parked prefix. A number of verdicts in the place of a share: all computed
+    tokens, until so many computations after `TEACHING` ones.
 
-    Under pressure an internal request gives way at once: it ends where requests of users wait.
+    Where workers lack noise for a verdict (`LESSON`) and no fresh request runs that could teach it, `Lessons` are begun
+    and computed again, charged to the share; without a share, too.
+
+    Under pressure internal requests give way: they end where requests of users wait, a lesson after a batch that left
+    one waiting.
 
     clock: seconds of the host.
     """
@@ -70,6 +75,7 @@ class Recomputes:
         self._share = 1.0 if wanted.verdicts else wanted.share
         self._left = TEACHING + wanted.verdicts if wanted.verdicts else None
         self._proofs = ParkedProofs(engine, clock)
+        self._lessons = Lessons(engine)
         self._wanted: deque[str] = deque()
         self._one: Internal | None = None
         self._numbers = itertools.count(1)
@@ -83,7 +89,10 @@ class Recomputes:
         self._shelter = Sheltered(self._failed, "requests are not computed again")
 
     def want(self, request: str) -> None:
-        """A caller asks for ``request``; one computation answers all that ask meanwhile."""
+        """A caller asks for ``request``; one computation answers all that ask meanwhile. Or workers for a `LESSON`."""
+        if request == LESSON:
+            self._lessons.want()
+            return
         one = self._one
         if request not in self._wanted and not (one is not None and one.asked and one.target.name == request):
             self._wanted.append(request)
@@ -98,9 +107,11 @@ class Recomputes:
                 why = self._ends(one)
                 if why is not None:
                     self._give_up(why)
+        if self._lessons.hindered(made=False):
+            self.end_lesson()
         self._begin_wanted()
-        if self._one is None and self._share and self._credit >= 0 and self._step % EVERY == 0:
-            chosen = self._choice()
+        if self._one is None and self._step % EVERY == 0:
+            chosen = self._lessons.ready() or (self._choice() if self._may_choose else None)
             if chosen is not None:
                 self._begin(chosen.name, asked=False)
 
@@ -125,12 +136,17 @@ class Recomputes:
                 self._one = None
                 self._missed.append(self._pair(one))
                 self._count(one)
+                if one.target.name == self._lessons.name:
+                    self._lessons.compared()
             one.waited = True
+        if self._lessons.hindered(made=True):
+            self.end_lesson()
         return self.missed()
 
     def give_way(self) -> None:
-        """Ends the present internal request, for somebody who comes. Whoever asked waits on."""
+        """Ends the present internal requests, for somebody who comes. Whoever asked waits on."""
         self._give_way()
+        self.end_lesson()
 
     def counted(self) -> dict[str, int]:
         """Counts for `Canary.stats` since the last call, by name."""
@@ -172,6 +188,7 @@ class Recomputes:
             self.want(one.target.name)
         self._missed += [RecomputePair(request, why=why, asked=True) for request in self._wanted]
         self._share = 0.0
+        self._lessons.stop()
         self._wanted.clear()
 
     def sheltered(self) -> Sheltered:
@@ -190,27 +207,59 @@ class Recomputes:
         """Ends all internal requests."""
         if self._one is not None:
             self._give_up("recompute was switched off")
+        self.end_lesson()
 
     @property
     def _current(self) -> set[str]:
-        return set() if self._one is None else {self._one.name}
+        one = None if self._one is None else self._one.name
+        return {name for name in (one, self._lessons.name) if name is not None}
+
+    @property
+    def _may_choose(self) -> bool:
+        return self._credit >= 0 if self._share else self._lessons.wanted
 
     def _choice(self) -> Running | None:
         running = self._engine.running()
         names = {one.name for one in running}
         self._verified = {name: tokens for name, tokens in self._verified.items() if name in names}
-        due = [one for one in running if one.tokens - self._verified.get(one.name, 0) >= LEAST_TOKENS]
+        due = [one for one in running if one.tokens - self._verified_tokens(one) >= LEAST_TOKENS]
         fit = [one for one in due if self._engine.room(one.name)]
         teaching = self._taught < TEACHING
         # Of what nothing touched only a request that has decoded took two ways to the same KV.
         fresh = [one for one in fit if not self._touched.of(one.name) and one.decoded >= LEAST_TOKENS]
         touched = [one for one in fit if one.beyond_tokens or self._touched.of(one.name)]
-        for some in (fresh, touched) if teaching else (touched, fresh):
+        if self._lessons.wanted and not fresh and (self._lessons.name is not None or self._begin_lesson(fit)):
+            return None
+        asked_only = not self._share
+        for some in (fresh,) if asked_only else (fresh, touched) if teaching else (touched, fresh):
             if some:
-                return min(some, key=lambda one: self._verified.get(one.name, 0))
-        if due:
+                return min(some, key=self._verified_tokens)
+        if due and not asked_only:
             self._starves("recompute_too_short" if fit else "recompute_no_room")
         return None
+
+    def _begin_lesson(self, fit: Sequence[Running]) -> bool:
+        """With the tokens of one of ``fit``. Returns whether one began."""
+        if not fit:
+            return False
+        target, name = min(fit, key=self._verified_tokens), f"{PREFIX}{next(self._numbers)}"
+        if not self._lessons.begin(name, target):
+            self._counts["recompute_no_lesson"] += 1
+            return False
+        self.live.add(name)
+        self._verified[target.name] = target.tokens
+        self._credit -= target.tokens + LESSON_TOKENS
+        self._counts["recompute_lessons"] += 1
+        return True
+
+    def _verified_tokens(self, one: Running) -> int:
+        return self._verified.get(one.name, 0)
+
+    def end_lesson(self) -> None:
+        """Ends the present lesson, as where no request of a user is left: the engine rests as it would."""
+        if self._lessons.name is not None:
+            self._lessons.end()
+            self._counts["recompute_lessons_ended"] += 1
 
     def _starves(self, how: str, parked: bool = False) -> None:
         """Nothing was chosen, though there are requests that were not computed again; or a prefix was passed over. how:
@@ -307,6 +356,7 @@ class Recomputes:
         if one.parked is not None:
             return self._proofs.pair(one, one.parked)
         target, touches = one.target, self._touched.of(one.target.name)
-        self._taught += not touches and target.decoded >= LEAST_TOKENS
         held, own = self._engine.blocks(target.name), self._engine.blocks(one.name)
-        return RecomputePair(target.name, one.name, target.tokens, target.decoded, held, own, touches, asked=one.asked)
+        pair = RecomputePair(target.name, one.name, target.tokens, target.decoded, held, own, touches, asked=one.asked)
+        self._taught += pair.teaches
+        return pair

@@ -63,14 +63,14 @@ class SchedulerRequests(InternalRequests):
     with a ``share``, else once somebody asks. Outputs and blocks of internal requests reach neither clients nor the
     prefix cache, nor a connector (`HiddenRequests`).
 
-    ``make``: makes a request of a name, with the first tokens of another request. ``why_not``: why a request can't be
-    computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
+    ``make``: makes a request of a name, with the first tokens of another request, and so many new ones. ``why_not``:
+    why a request can't be computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
     """
 
     def __init__(
         self,
         scheduler: Any,
-        make: Callable[[str, Any, int], Any],
+        make: Callable[[str, Any, int, int], Any],
         why_not: Callable[[Any], str | None],
         abort: Callable[[str], None],
         share: RecomputeShare,
@@ -92,6 +92,7 @@ class SchedulerRequests(InternalRequests):
         groups = self._manager.kv_cache_config.kv_cache_groups
         self._block_sizes = [int(group.kv_cache_spec.block_size) for group in groups]
         self.parked = UNREMEMBERED
+        self.longest = int(scheduler.max_model_len)
         if share:
             self._wrap()
 
@@ -195,16 +196,13 @@ class SchedulerRequests(InternalRequests):
             self._manager.block_pool, self.blocks(request), self.parked
         )
 
-    def begin(self, name: str, request: str, tokens: int) -> str | None:
+    def begin(self, name: str, request: str, tokens: int, new_tokens: int = 1) -> str | None:
         """See `InternalRequests`."""
         prefix = self.prefix(request)
-        if prefix is not None:
-            self._scheduler.add_request(self._make(name, prefix, tokens))
-            return None
-        target = self._scheduler.requests[request]
-        why = self._why_not(target)
+        target = self._scheduler.requests[request] if prefix is None else prefix
+        why = self._why_not(target) if prefix is None else None
         if why is None:
-            self._scheduler.add_request(self._make(name, target, tokens))
+            self._scheduler.add_request(self._make(name, target, tokens, new_tokens))
         return why
 
     def computed(self, name: str) -> int | None:
@@ -216,7 +214,7 @@ class SchedulerRequests(InternalRequests):
         """Also where it was preempted."""
         request = self._scheduler.requests.get(name)
         preempted = request is not None and bool(request.num_preemptions)
-        return preempted or any(one is not request for one in self._scheduler.waiting)
+        return preempted or any(not is_internal(one.request_id) for one in self._scheduler.waiting)
 
     def blocks(self, name: str) -> GroupBlocks:
         """See `InternalRequests`."""
@@ -258,6 +256,8 @@ class SchedulerRequests(InternalRequests):
             if self._recomputes.live:
                 with self._recomputes.sheltered():
                     _without(self._recomputes.live, outputs)
+                    if all(map(is_internal, self._scheduler.requests)):
+                        self._recomputes.end_lesson()
             return outputs
 
         return update

@@ -21,6 +21,7 @@ from canary_core import (
 )
 from canary_core.plugins import private_hooks
 from canary_core.testing import Findings
+from canary_core.watchers.recompute.noise import EQUAL_REQUESTS, PAIRED_REQUESTS
 
 LAYERS, SLOTS, DIM, TOKENS = 4, 512, 16, 160
 NOISE = 0.01
@@ -309,6 +310,66 @@ def test_where_no_path_differs_states_are_judged_at_once():
     for n in range(20):
         assert pool.verify(f"equal {n}", 40, noise=0.0) == "same"
     assert pool.verify("broken", 150, noise=0.0, factor=1.5) == "differs"
+    pool.canary.close()
+
+
+def test_a_path_that_rounds_otherwise_is_no_fault_where_all_requests_were_equal(pool):
+    """Longer sequences and other batches than the first ones may take it: it teaches, and what is more is a fault."""
+    for n in range(EQUAL_REQUESTS):
+        pool.judge.judge(*pool.request(f"equal {n}", noise=0.0))
+    assert pool.judge.judge(*pool.request("rounds", noise=3 * ROUNDING)).verdict == "same"
+    assert pool.canary.stats()["recompute_taught"] == EQUAL_REQUESTS + 1
+    assert pool.judge.judge(*pool.request("faulty", noise=60 * ROUNDING)).verdict == "differs"
+    for n in range(PAIRED_REQUESTS):
+        assert pool.judge.judge(*pool.request(f"rounds {n}", noise=3 * ROUNDING)).verdict == "same"
+    learnt = PAIRED_REQUESTS + EQUAL_REQUESTS
+    assert pool.canary.stats()["recompute_taught"] == learnt
+
+
+class States(Pool):
+    """Beside the layers a recurrent state of four heads in two slots: of a request, and of the same computed again."""
+
+    def regions(self) -> list[Region]:
+        self.state = torch.randn(2, 4, 32, 8, generator=self.random)
+        self.state[1] = self.state[0]
+        source = KVSource(
+            self.state, "ssm", 0, chunk_bytes=4096, slot_stride_bytes=4096, dtype=torch.float32, role=Role.STATE
+        )
+        return [self.region, Region("state", 2, (source,), kind=RegionKind.STATE)]
+
+    def verify(self, name: str) -> Verification:
+        """The verdict on a request whose KV is equal."""
+        cached, computed = self.request(name, noise=0.0)
+        within = Computed.within(self.canary.regions["state"], torch.tensor([1]))
+        cached = replace(cached, slots={**cached.slots, "state": torch.tensor([0])})
+        return self.judge.judge(cached, {**computed, "state": within})
+
+
+def test_one_head_of_a_state_is_no_verdict_without_noise_of_the_request_s_own():
+    """Kernels of prefills and decodes may be far apart in what is left of a state that is nearly forgotten."""
+    pool = States()
+    for n in range(EQUAL_REQUESTS):
+        pool.verify(f"equal {n}")
+    pool.state[0, 2] *= 40
+    assert pool.verify("one head").verdict == "same"
+    pool.state[0, :2] *= 1.1
+    assert pool.verify("all but one").verdict == "differs"
+    assert [v.rule for v in pool.findings.violations] == ["state"]
+    assert "in the median of its rows" in pool.findings.violations[0].explanation
+    pool.canary.close()
+
+
+def test_states_under_whose_noise_anything_hides_are_not_compared():
+    """Where a row of a clean request was off by a third: another one is a thousand times as far off."""
+    pool = States()
+    for n in range(8):
+        pool.state[0] = pool.state[1] * 1.01
+        pool.state[0, 0, 3] *= 1.3
+        pool.verify(f"fresh {n}")
+    pool.state[0] *= 100
+    answer = pool.verify("far")
+    assert (answer.verdict, answer.uncompared) == ("same", ["state ssm.0"])
+    assert [one.region for one in answer.layers if one.region == "state"] == []
     pool.canary.close()
 
 

@@ -29,7 +29,7 @@ WRITE_S = 2.0
 TOLD = (
     "ledger_matched", "ledger_unknown", "unsure", "dismissed", "withheld", "recompute_same", "recompute_differs",
     "recompute_unjudged", "recompute_unlike", "recompute_no_room", "recompute_too_short",
-    "attention_looks", "attention_differs",
+    "recompute_lessons", "recompute_lessons_ended", "recompute_no_lesson", "attention_looks", "attention_differs",
 )  # fmt: skip
 """Counters of Canary's that are shown beside what happened: loads that were judged, and what was not told."""
 

@@ -121,7 +121,9 @@ class RecomputeJudge:
         """The other half, once the figures have arrived. teaches: whether noise may be learnt: both sides should have
         been computed in different ways. decoded: how many tokens in the cache were computed one by one, None where that
         is not known."""
-        tokens = len(cached.tokens)
+        # A single head off is no proof: its state may be what little another one has left.
+        errors = [replace(one, whole=one.of_states) for one in comparison.errors]
+        comparison, tokens = replace(comparison, errors=errors), len(cached.tokens)
         decodes = tokens if decoded is None else decoded
         known = tokens - decodes + self.noise.reach(decodes) if self._recurrent and self.noise.known else tokens
         answer = self.verdict(cached, comparison, known=known)
@@ -163,6 +165,7 @@ class RecomputeJudge:
         if comparison.bytes is not None and comparison.bytes.changed:
             return False
         learnt = self.noise.settled and (known is None or known >= len(cached.tokens))
+        learnt = learnt and (comparison.exact or not self.noise.equal)
         if learnt or cached.touches or cached.parked is not None:
             return False
         far = next(filter(None, (one.unlike() for one in comparison.errors)), None)
@@ -209,6 +212,8 @@ class RecomputeJudge:
         hidden = [f"{one.region} {one.source}" for one in layers if (one.bound or 0.0) >= UNLIKE]
         missing = [*comparison.missing, *hidden]
         self._leaves_out(missing)
+        whole = {f"{one.region} {source.name}" for one in errors if one.whole for source in one.sources}
+        layers = [one for one in layers if f"{one.region} {one.source}" not in whole.intersection(hidden)]
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
             why = UNKNOWN_OF_ANY if self._alone else UNKNOWN
@@ -336,7 +341,8 @@ def _detail(far: "_Far", cached: CachedRequest, behind: "_Far | None" = None) ->
         touched += f"; behind it {behind.error.source} differs from position {behind.begins()[0]} on"
     if cached.parked is not None:
         touched += f"; it has ended, and the prefix cache keeps {len(cached.tokens)} tokens of it"
-    error, of, most = first.worst, f"the median of {WINDOW_TOKENS} {rows}", first.bound
+    window = "its" if far.errors.whole else str(WINDOW_TOKENS)
+    error, of, most = first.worst, f"the median of {window} {rows}", first.bound
     if first.by_quarter:
         error, of, most = first.quarter, f"a quarter of {WINDOW_TOKENS} {rows} or more", first.quarter_bound
     return (

@@ -34,6 +34,9 @@ MEDIANS_MARGIN = 8.0
 tokens are further off. Of thousands of requests of a model none was more than 5 times as far off as the median one."""
 FEW_TOKENS = 1 / 32
 """Share of tokens that is few."""
+UNSEEN_ROUNDINGS = 4.0
+"""Error in each layer behind the first one, in roundings, that is taken for noise where fresh requests were equal bit
+for bit: kernels may divide the work otherwise in longer sequences and other batches. In states, the square of it."""
 UNLIKE = 1 / MARGIN
 """An error too large for noise: a bound learnt from such errors would be the size of the KV, and hide anything."""
 
@@ -50,6 +53,7 @@ class Errors:
 
     roundoffs: of each source, the largest relative error of one rounding in the type of the stored KV; 0, or none at
     all, for a type of computations. Of a recurrent state (`of_states`) ``positions`` are rows of numbers, not tokens.
+    whole: whether all of these are one window.
     """
 
     region: str
@@ -57,6 +61,7 @@ class Errors:
     positions: Sequence[int]
     values: Tensor
     roundoffs: Sequence[float] = ()
+    whole: bool = False
 
     @property
     def of_states(self) -> bool:
@@ -70,6 +75,8 @@ class Errors:
 
     def windows(self) -> tuple[list[int], Tensor]:
         """See `windows`."""
+        if self.whole and self.values.shape[1]:
+            return [0], self.values.median(1, keepdim=True).values
         return windows(self.values)
 
     def quarters(self) -> Tensor:
@@ -200,6 +207,11 @@ class Noise:
         return self.known and (not self._alone or self.requests - self._alone >= TAUGHT_REQUESTS)
 
     @property
+    def equal(self) -> bool:
+        """Whether nearly all fresh requests were equal bit for bit, so that a first one with any error teaches."""
+        return not self.requests and self.paired_requests < PAIRED_REQUESTS
+
+    @property
     def progress(self) -> str:
         """Numbers of requests and tokens learnt from, and needed."""
         return max(self._ways())[1]
@@ -212,7 +224,7 @@ class Noise:
             # That some differ, and most don't, is usual.
             requests, tokens = self.equal_requests + self.paired_requests, self.equal_tokens + self.paired_tokens
             yield _way(requests, EQUAL_REQUESTS, tokens, EQUAL_TOKENS)
-        elif not self.paired_requests:
+        else:
             yield _way(self.equal_requests, EQUAL_REQUESTS, self.equal_tokens, EQUAL_TOKENS)
 
     def reach(self, decodes: int) -> int:
@@ -263,7 +275,10 @@ class Noise:
         known = self._bounds.get((region, source.name))
         if known is None:
             return None
-        if source.role is not Role.STATE:
+        unseen = self._unseen(source)
+        if self.equal:
+            known = known.wider(Bound(unseen, unseen))
+        elif source.role is not Role.STATE:
             window = min(known.window, max(self._medians[region, source.name].bound, self._least.window))
             known = replace(known, window=window)
         quarters = source.role is not Role.STATE and source.layer < self._unlike
@@ -273,7 +288,7 @@ class Noise:
         if source.layer <= first and source.layer < self._dense:
             # A change of all numbers by the rounding takes so large a share of them over to the next step, which is
             # twice the roundoff: the rounding by the step. The root of share times step squared:
-            most = (self._least.window * 2 * roundoff) ** 0.5
+            most = (unseen * 2 * roundoff) ** 0.5
             return Bound(most, most, max(most, quarter))
         return Bound(max(known.window, roundoff), max(known.token, roundoff), quarter)
 
@@ -286,6 +301,12 @@ class Noise:
             if tokens.numel():
                 window = margin * float(windows.max()) if windows.numel() else 0.0
                 self._raise(errors.region, source, Bound(window, margin * float(tokens.max())))
+
+    def _unseen(self, source: KVSource) -> float:
+        """Largest error by roundings on paths that no fresh request took."""
+        if source.role is Role.STATE:
+            return self._least.window * UNSEEN_ROUNDINGS**2 * (source.layer + 1)
+        return self._least.window * (UNSEEN_ROUNDINGS * source.layer or 1.0)
 
     def _raise(self, region: str, source: KVSource, least: Bound) -> None:
         self._bounds[region, source.name] = self._bounds.get((region, source.name), self._least).wider(least)

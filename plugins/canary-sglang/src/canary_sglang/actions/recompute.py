@@ -25,10 +25,11 @@ from canary_core import Canary, may_recompute
 from canary_sglang.actions.agreement import Agreement
 from canary_sglang.actions.compared import NO_STATES, ComparedRegions
 from canary_sglang.actions.held_messages import HeldMessages
+from canary_sglang.actions.own_requests import OwnRequests
 from canary_sglang.actions.parked import RadixPrefix, RadixPrefixes
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.touches import Touches, running
-from canary_sglang.compat import attended, caches, progress, runners, schedulers
+from canary_sglang.compat import attended, caches, runners, schedulers
 from canary_sglang.transfer.storage import others_store
 
 SPARE = 2
@@ -82,8 +83,8 @@ class SchedulerRecompute(InternalRequests):
         self._scheduler: Any = None
         self._batch: Any = None
         self._target: Any = None
-        self._internal: Any = None
-        self._making = self._drop_late = False
+        self._own = OwnRequests()
+        self._making = False
         self._told = False
 
     @property
@@ -126,6 +127,8 @@ class SchedulerRecompute(InternalRequests):
                 # Whoever asks here is told, and nobody waits for other ranks.
                 ranks, self._remembers, self.parked = Ranks(None), False, self._off
         self._agreement = Agreement(ranks)
+        with self._recomputes.sheltered():
+            self.longest = schedulers.longest_lesson(scheduler)
         return self._agreement
 
     def _take_turn(self, wanted: Sequence[str], agreement: Agreement) -> None:
@@ -133,24 +136,26 @@ class SchedulerRecompute(InternalRequests):
         for request in wanted:
             self._recomputes.want(request)
         with self._recomputes.sheltered():
-            self._drop()
+            self._own.drop(self._scheduler)
             self._look_at_settings()
             self._batch = None
+            if self._own.lesson is not None and (self._nearly_full() or not (self._users() or self._others_wait())):
+                self._recomputes.end_lesson()
             if self._messages is None and self._prefixes is not None:
                 self._messages = HeldMessages(self._scheduler, self._leave)
             self._recomputes.before()
             if self._prefixes is not None and agreement.idles() and schedulers.is_idle(self._scheduler):
                 self._recomputes.idle()
-            self._go_on()
+            self._own.go_on(self._scheduler, self._table)
 
     def _end(self, reason: str) -> None:
         """The same turn on all ranks: one of them, or the only one, can't go on."""
         self._agreement, self._off = Agreement(Ranks(None)), reason
         with self._recomputes.sheltered():
-            self._drop()
+            self._own.drop(self._scheduler)
             self._recomputes.give_way()
-            self._go_on()
-            self._internal = None
+            self._own.go_on(self._scheduler, self._table)
+            self._own.again = None
             self._recomputes.stop(reason)
             self._remembers, self.parked = False, reason
             self._forget()
@@ -171,7 +176,7 @@ class SchedulerRecompute(InternalRequests):
         with self._recomputes.sheltered():
             self._batch = batch
             pairs = self._recomputes.after(schedulers.computed_tokens(scheduler, batch))
-            self._leave_queue()
+            self._own.leave_queue(scheduler)
             watched = self._attended(batch)
         with watched:
             yield
@@ -185,7 +190,7 @@ class SchedulerRecompute(InternalRequests):
             with self._recomputes.sheltered():
                 self._batch = None
                 pairs = self._recomputes.after(0)
-                self._leave_queue()
+                self._own.leave_queue(scheduler)
             self._compare(pairs)
 
     def close(self) -> None:
@@ -194,8 +199,10 @@ class SchedulerRecompute(InternalRequests):
             self.pairs.close()
             return
         with self._recomputes.sheltered():
-            self._drop()
+            if self._scheduler is not None:
+                self._own.drop(self._scheduler)
             self._recomputes.close()
+            self._own.close()
         self._active = False
         self._forget()
         self.pairs.close()
@@ -224,9 +231,17 @@ class SchedulerRecompute(InternalRequests):
         cache, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         free = caches.free_tokens(cache, allocator)
         tokens = target.tokens + int(scheduler.page_size)
-        spare = SPARE * int(scheduler.page_size) * len(scheduler.running_batch.reqs)
         rows = scheduler.req_to_token_pool.available_size()
-        return rows > 1 and SPARE * tokens + spare <= free and caches.states_fit(cache, evicts=True)
+        return rows > 1 and SPARE * tokens + self._spare() <= free and caches.states_fit(cache, evicts=True)
+
+    def _spare(self) -> int:
+        """Tokens that running requests may take in their next forwards."""
+        return SPARE * int(self._scheduler.page_size) * len(self._scheduler.running_batch.reqs)
+
+    def _nearly_full(self) -> bool:
+        """Whether SGLang may soon retract a request, and perhaps that of a user before a lesson."""
+        scheduler = self._scheduler
+        return caches.free_tokens(scheduler.tree_cache, scheduler.token_to_kv_pool_allocator) < self._spare()
 
     def hindered(self, prefix: ParkedPrefix) -> str | None:
         """See `InternalRequests`."""
@@ -246,7 +261,7 @@ class SchedulerRecompute(InternalRequests):
         busy = self._others_wait() or self._scheduler.chunked_req is not None
         return None if busy else self.find(request)
 
-    def begin(self, name: str, request: str, tokens: int) -> str | None:
+    def begin(self, name: str, request: str, tokens: int, new_tokens: int = 1) -> str | None:
         """See `InternalRequests`."""
         target: Any = self.prefix(request)
         why = self._refusal()
@@ -254,23 +269,25 @@ class SchedulerRecompute(InternalRequests):
             target = self._request(request)
             why = why or self._again(target)
         if why is None:
-            self._target = target
-            self._internal = schedulers.internal_request(self._scheduler, name, target, tokens)
-            self._scheduler.waiting_queue.append(self._internal)
+            made = schedulers.internal_request(self._scheduler, name, target, tokens, new_tokens)
+            if new_tokens > 1:
+                self._own.hide(self._scheduler)
+                self._own.lesson = made
+            else:
+                self._target, self._own.again = target, made
+            self._scheduler.waiting_queue.append(made)
         return why
 
     def computed(self, name: str) -> int | None:
         """See `InternalRequests`."""
-        request = self._internal
-        if request is None or request.rid != name or request.finished():
-            return None
-        if self._batch is not None and any(one is request for one in self._batch.reqs):
-            return progress.chunk_end(request)
-        return progress.prefix_length(request)
+        request = self._own.named(name)
+        return None if request is None else self._own.computed(request, self._batch)
 
     def crowded(self, name: str) -> bool:
-        """Also after a turn in the queue."""
-        return self._others_wait() or any(one is self._internal for one in self._scheduler.waiting_queue)
+        """Also after a turn in the queue. A lesson that decodes is not in the way of another request's chunks."""
+        request = self._own.named(name)
+        queued = any(one is request for one in self._scheduler.waiting_queue)
+        return queued or self._others_wait(chunks=request is not self._own.lesson)
 
     def blocks(self, name: str) -> Sequence[Tensor]:
         """The slots of a request by position, in the place of blocks: those of each region that is compared, -1 where a
@@ -279,8 +296,9 @@ class SchedulerRecompute(InternalRequests):
         prefix = self.prefix(name)
         if isinstance(prefix, RadixPrefix):
             return prefix.blocks()
-        internal = self._internal is not None and self._internal.rid == name
-        request = self._internal if internal else self._request(name)
+        again = self._own.again
+        internal = again is not None and again.rid == name
+        request = again if internal else self._request(name)
         tokens = len(request.origin_input_ids) + len(request.output_ids)
         together = not internal or self._side_by_side(request)
         states = self._compared.states(self._scheduler, request) if together else NO_STATES
@@ -294,25 +312,18 @@ class SchedulerRecompute(InternalRequests):
         return target is not None and schedulers.computed_length(target) == tokens
 
     def end(self, name: str) -> None:
-        """Out of the queue, or between two chunks. After the last chunk a request ends anyway."""
-        request = self._internal
-        if request is not None and request.rid == name:
+        """Out of the queue, or between two forwards."""
+        request = self._own.named(name)
+        if request is not None:
             self.pairs.attention.forget(name)
-            self._leave_queue()
-            # In a batch made but not run yet its slots are still to be written.
-            self._drop_late = True
+            self._own.leave_queue(self._scheduler)
+            self._own.end(request)
             if not self._making:
-                self._drop()
-
-    def _drop(self) -> None:
-        """Ends the internal request between two chunks, if `end` has asked for that."""
-        request, late, self._drop_late = self._internal, self._drop_late, False
-        if late and self._scheduler.chunked_req is request:
-            schedulers.drop_chunked(self._scheduler, request)
+                self._own.drop(self._scheduler)
 
     def _attended(self, batch: Any) -> contextlib.AbstractContextManager[None]:
         """Around the run of ``batch``: one layer's attention to an internal request is kept."""
-        internal = self._internal if self._canary.enabled else None
+        internal = self._own.again if self._canary.enabled else None
         if internal is None or not batch.forward_mode.is_extend() or all(one is not internal for one in batch.reqs):
             return contextlib.nullcontext()
         # Requests of users may have one name.
@@ -330,58 +341,39 @@ class SchedulerRecompute(InternalRequests):
                     self.pairs.compare(pairs)
             self.pairs.read()
 
-    def _go_on(self) -> None:
-        """After a chunk the internal request goes on from its slots, without the prefix cache; it never decodes."""
-        internal, scheduler = self._internal, self._scheduler
-        if internal is None:
-            return
-        if scheduler.chunked_req is internal:
-            progress.go_on_from_chunk(internal, self._table[schedulers.row_number(internal)])
-            return
-        last = scheduler.last_batch
-        if last is not None and last.forward_mode.is_extend() and any(one is internal for one in last.reqs):
-            # With the overlap scheduler the result is not known yet: else it would decode once.
-            progress.leave(last, internal)
-
-    def _leave_queue(self) -> None:
-        """Takes an internal request out of the queue, also a retracted one."""
-        scheduler, internal = self._scheduler, self._internal
-        if internal is None or not any(one is internal for one in scheduler.waiting_queue):
-            return
-        scheduler.waiting_queue = [one for one in scheduler.waiting_queue if one is not internal]
-        schedulers.released(scheduler, internal)
-        # For want of room for it alone nobody else is kept waiting.
-        scheduler.running_batch.batch_is_full = False
-
     def _users(self) -> list[Any]:
         scheduler = self._scheduler
         return [one for one in schedulers.running_requests(scheduler, self._batch) if not is_internal(one.rid)]
 
     def _request(self, name: str) -> Any:
-        """The present target before others of the same name; None for no running request."""
+        """The present target before others of the same name; None for no running request. The lesson counts as one."""
+        lesson = self._own.lesson
+        if lesson is not None and lesson.rid == name:
+            return None if lesson.finished() else lesson
         found = [one for one in self._users() if one.rid == name]
         return next((one for one in found if one is self._target), found[-1] if found else None)
 
-    def _others_wait(self) -> bool:
+    def _others_wait(self, chunks: bool = True) -> bool:
+        """``chunks``: or one is between two chunks."""
         scheduler = self._scheduler
         grammars = getattr(scheduler, "grammar_manager", None)
         chunked = scheduler.chunked_req
         return (
-            any(one is not self._internal for one in scheduler.waiting_queue)
-            or (chunked is not None and chunked is not self._internal)
+            any(not is_internal(one.rid) for one in scheduler.waiting_queue)
+            or (chunks and chunked is not None and not is_internal(chunked.rid))
             or (self._messages is not None and bool(self._messages.held))
             or (grammars is not None and bool(grammars.has_waiting_grammars()))
         )
 
     def _leave(self) -> bool:
-        """Ends the present internal request. Returns whether the scheduler is done with the request, or serves others
+        """Ends the present internal requests. Returns whether the scheduler is done with them, or serves others
         beside."""
-        internal, scheduler = self._internal, self._scheduler
+        own, scheduler = self._own.all, self._scheduler
         with self._recomputes.sheltered():
-            if internal is not None and not self._users():
-                self._drop()
+            if own and not self._users():
+                self._own.drop(scheduler)
                 self._recomputes.give_way()
-                return schedulers.is_done_with(scheduler, internal)
+                return all(schedulers.is_done_with(scheduler, one) for one in own)
         return True
 
     def _remember(self, scheduler: Any) -> None:
@@ -434,4 +426,4 @@ class SchedulerRecompute(InternalRequests):
         self._forget()
         self.pairs.close()
         if self._scheduler is not None:
-            self._leave_queue()
+            self._own.leave_queue(self._scheduler)

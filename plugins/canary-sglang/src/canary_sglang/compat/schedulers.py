@@ -338,13 +338,20 @@ def _same_media(inputs: Any, tokens: int) -> Any:
     )
 
 
-def internal_request(scheduler: Any, name: str, target: Any, tokens: int) -> Any:
-    """A request ``name`` of the first ``tokens`` tokens of ``target``, with its adapter and media: greedy, of one new
-    token, last in line, neither read from the prefix cache nor kept there, and with nothing to stream."""
+def longest_lesson(scheduler: Any) -> int:
+    """See `InternalRequests.longest`: 0 where drafts are decoded beside, or streamed in another way."""
+    streams = hasattr(getattr(scheduler, "output_streamer", None), "stream_output")
+    return int(scheduler.max_req_len) - 1 if streams and speculation(scheduler) == "NONE" else 0
+
+
+def internal_request(scheduler: Any, name: str, target: Any, tokens: int, new_tokens: int) -> Any:
+    """A request ``name`` of the first ``tokens`` tokens of ``target``, with its adapter and media: greedy, of so many
+    ``new_tokens``, last in line, neither read from the prefix cache nor kept there, and with nothing to stream at its
+    end."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     sampling.normalize(None)
     ids = (target.origin_input_ids + target.output_ids)[:tokens]
     request = Req(
@@ -371,6 +378,21 @@ def drop_chunked(scheduler: Any, request: Any) -> None:
     released(scheduler, request)
     progress.release(request, scheduler.tree_cache)
     scheduler.chunked_req = None
+
+
+def drop_decoding(scheduler: Any, request: Any) -> None:
+    """Ends an internal request that decodes, as SGLang retracts one, but for good. With the overlap scheduler a result
+    that is not taken yet is left alone."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if request.finished() or row_number(request) is None:
+        return
+    request.finished_reason = FINISH_ABORT("gives way")
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        if batch is not None and any(one is request for one in batch.reqs):
+            progress.leave(batch, request)
+    progress.release(request, scheduler.tree_cache)
+    scheduler.running_batch.batch_is_full = False
 
 
 def released(scheduler: Any, request: Any) -> None:

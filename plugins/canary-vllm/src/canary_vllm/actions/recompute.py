@@ -48,13 +48,14 @@ def exchange(pairs: Sequence[RecomputePair]) -> Callable[[Any], Sequence[str]]:
     return take
 
 
-def _again(name: str, target: Any, tokens: int) -> Any:
-    """Greedy, of one token, the same embeddings, media and adapter. Salted, though its blocks never get a hash."""
+def _again(name: str, target: Any, tokens: int, new_tokens: int) -> Any:
+    """Greedy, of so many new tokens, the same embeddings, media and adapter. Salted, though its blocks never get a
+    hash."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
     params = SamplingParams(
-        max_tokens=1, temperature=0, ignore_eos=True, detokenize=False, skip_reading_prefix_cache=True
+        max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False, skip_reading_prefix_cache=True
     )
     return Request(
         name, list(target.all_token_ids[:tokens]), params, None, client_index=target.client_index,

@@ -1,0 +1,103 @@
+"""`OwnRequests`: the internal requests of SGLang's scheduler, in its queue, batches and results."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from canary_adapters import is_internal
+from canary_core import Patches
+from canary_sglang.compat import progress, schedulers
+
+
+class OwnRequests:
+    """The present ones of one scheduler: the one that computes another request again, which never decodes, and the
+    lesson, which does. Nothing of the lesson is streamed (`hide`).
+
+    In a batch that is made but not run yet a request's slots are still to be written: it ends in the next turn
+    (`drop`).
+    """
+
+    def __init__(self) -> None:
+        self.again: Any = None
+        self.lesson: Any = None
+        self._late: list[Any] = []
+        self._patches = Patches()
+
+    @property
+    def all(self) -> Sequence[Any]:
+        """Both, as far as there are any."""
+        return [one for one in (self.again, self.lesson) if one is not None]
+
+    def named(self, name: str) -> Any:
+        """The one of that name, None for none."""
+        return next((one for one in self.all if one.rid == name), None)
+
+    def computed(self, request: Any, batch: Any) -> int | None:
+        """Number of tokens of one computed with ``batch``, the last one made; None after its end."""
+        if request.finished() or (request is self.lesson and request.is_retracted):
+            return None
+        if request is self.lesson:
+            # Once it decodes, up to the end of its prefill.
+            return progress.chunk_end(request) if request.extend_batch_idx else 0
+        if batch is not None and any(one is request for one in batch.reqs):
+            return progress.chunk_end(request)
+        return progress.prefix_length(request)
+
+    def hide(self, scheduler: Any) -> None:
+        """Internal requests of ``scheduler`` are not streamed before their end; after it they are not anyway."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def stream(streamer: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+                kept = [one for one in reqs if not is_internal(one.rid)] if self.lesson is not None else reqs
+                return original(streamer, kept, *args, **kwargs)
+
+            return stream
+
+        if not self._patches.done:
+            self._patches.wrap(type(scheduler.output_streamer), "stream_output", make)
+
+    def close(self) -> None:
+        """After `drop`: restores the scheduler, unless a lesson still decodes."""
+        if self.lesson is None:
+            self._patches.undo()
+
+    def leave_queue(self, scheduler: Any) -> None:
+        """Takes them out of the queue, also retracted ones."""
+        kept = [one for one in scheduler.waiting_queue if not is_internal(one.rid)]
+        if len(kept) == len(scheduler.waiting_queue):
+            return
+        left = [one for one in scheduler.waiting_queue if is_internal(one.rid)]
+        scheduler.waiting_queue = kept
+        for one in left:
+            schedulers.released(scheduler, one)
+        # For want of room for them alone nobody else is kept waiting.
+        scheduler.running_batch.batch_is_full = False
+
+    def end(self, request: Any) -> None:
+        """One is to end with the next `drop`: between two chunks; a lesson between any two forwards. The other one ends
+        after its last chunk anyway."""
+        self._late.append(request)
+
+    def drop(self, scheduler: Any) -> None:
+        """Ends those for which `end` was called."""
+        late, self._late = self._late, []
+        for request in late:
+            if scheduler.chunked_req is request:
+                schedulers.drop_chunked(scheduler, request)
+            elif request is self.lesson:
+                schedulers.drop_decoding(scheduler, request)
+            if request is self.lesson:
+                self.lesson = None
+
+    def go_on(self, scheduler: Any, table: Tensor) -> None:
+        """After a chunk they go on from their slots, without the prefix cache. ``table``: of slots."""
+        chunked = scheduler.chunked_req
+        if any(one is chunked for one in self.all):
+            progress.go_on_from_chunk(chunked, table[schedulers.row_number(chunked)])
+        last, again = scheduler.last_batch, self.again
+        if again is None or chunked is again or last is None or not last.forward_mode.is_extend():
+            return
+        if any(one is again for one in last.reqs):
+            # With the overlap scheduler the result is not known yet: else it would decode once.
+            progress.leave(last, again)
