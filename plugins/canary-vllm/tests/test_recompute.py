@@ -58,6 +58,20 @@ def test_a_length_one_short_in_decode_is_told_where_the_decode_begins(small):
         assert told(guard, Kind.READ_LENGTH) == [(1, len(prompt), "ill", "attention")]
 
 
+def test_a_length_one_short_in_a_later_chunk_is_told_where_the_chunk_begins(small):
+    """The same chunk of the second computation is right. Lengths are compared in other forwards than that one."""
+    prompt = verified.prompt("chunks", 120)
+    with guarded.guard(small, **QUIET) as guard:
+        verified.teach(small)
+        with verified.short_later_chunks(small, "ill"):
+            verified.begin(small, 2, {"ill": prompt})
+        verified.begin(small, 2, {"well": prompt[::-1]})
+        answers = verified.verify(small, "ill", "well")
+        verified.finish(small)
+        assert [one.verdict for one in answers] == ["differs", "same"]
+        assert told(guard) == [(1, 64, "ill", "attention")]
+
+
 def test_a_kernel_that_is_wrong_from_the_first_request_on_is_not_taken_for_noise(small):
     """Fresh requests with garbage teach nothing, which is told; once others have taught the noise, it is found."""
     with guarded.guard(small, **QUIET) as guard, verified.garbage_in_short_decodes(small, 120):

@@ -168,8 +168,22 @@ def hit_under_other_weights(small: SmallEngine) -> list[Verification]:
 
 
 @contextmanager
-def short_decodes(small: SmallEngine, request: str) -> Iterator[None]:
-    """Where ``request`` decodes, attention is given one token less than there are."""
+def short_decodes(small: SmallEngine, request: str, tokens: int = 1) -> Iterator[None]:
+    """Where ``request`` decodes, attention is given so many tokens less than there are."""
+    with _short(small, request, lambda new, length: tokens * (new == 1)):
+        yield
+
+
+@contextmanager
+def short_later_chunks(small: SmallEngine, request: str) -> Iterator[None]:
+    """In chunks of ``request`` behind the first one attention is given one token less than there are."""
+    with _short(small, request, lambda new, length: int(1 < new < length)):
+        yield
+
+
+@contextmanager
+def _short(small: SmallEngine, request: str, lacks: Callable[[int, int], int]) -> Iterator[None]:
+    """lacks: tokens that attention is not given, of the number of new ones and of all."""
     runner = small.runner
     builder = runner.attn_groups[0][0].get_metadata_builder()
 
@@ -177,34 +191,15 @@ def short_decodes(small: SmallEngine, request: str) -> Iterator[None]:
         def wrong(common_prefix_len: int, common: Any, *args: Any, **kwargs: Any) -> Any:
             names = runner.input_batch.req_ids
             row = names.index(request) if request in names else None
-            if row is not None and int(common.query_start_loc_cpu[row : row + 2].diff()) == 1:
+            if row is not None:
+                new = int(common.query_start_loc_cpu[row : row + 2].diff())
                 common.seq_lens = common.seq_lens.clone()
-                common.seq_lens[row] -= 1
+                common.seq_lens[row] -= lacks(new, int(common.seq_lens[row]))
             return build(common_prefix_len, common, *args, **kwargs)
 
         return wrong
 
     with _patched(builder, "build", make):
-        yield
-
-
-@contextmanager
-def rounded_decodes(small: SmallEngine) -> Iterator[None]:
-    """Layer 0 adds a few roundings to each token that is decoded, as kernels of other shapes do; none to a prompt's."""
-    runner = small.runner
-
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def rounded(*args: Any, **kwargs: Any) -> Any:
-            made, batch = forward(*args, **kwargs), runner.input_batch
-            rows = len(batch.req_ids)
-            decode = batch.num_computed_tokens_cpu[:rows] >= batch.num_prompt_tokens[:rows]
-            ends = runner.query_start_loc.cpu[: rows + 1]
-            made[: ends[-1]] *= 1 + 4e-7 * torch.tensor(decode).repeat_interleave(ends.diff())[:, None]
-            return made
-
-        return rounded
-
-    with _patched(runner.get_model().model.layers[0].mlp, "forward", make):
         yield
 
 
