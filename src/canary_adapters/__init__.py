@@ -23,6 +23,7 @@ from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store, embedding_layer
 from canary_adapters.hash_chain import HashChain
+from canary_adapters.held_states import HeldStates
 from canary_adapters.internal_requests import LEAST_TOKENS, InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.issued import judged_answer
 from canary_adapters.layer_numbers import layer_numbers
@@ -50,7 +51,7 @@ from canary_adapters.prefix_hits import hits_unchecked
 from canary_adapters.probe import ProbedLayouts, ProbedPiece, probe_layout
 from canary_adapters.recompute_pairs import RecomputePairs, model_rounding
 from canary_adapters.recompute_requests import Recomputes
-from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, deliver
+from canary_adapters.recompute_scheduler import IdleWorkers, SchedulerRequests, deliver, prepare
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.same_inputs import same_inputs
 from canary_adapters.sampled_tokens import sampled_tokens
@@ -126,6 +127,7 @@ __all__ = [
     "GivenLens",
     "GrowingPool",
     "HashChain",
+    "HeldStates",
     "IdleWorkers",
     "InternalRequests",
     "JoinedPools",
@@ -200,6 +202,7 @@ __all__ = [
     "packed_page_padding",
     "packed_page_source",
     "paged_source",
+    "prepare",
     "probe_layout",
     "put_embeddings",
     "put_media",

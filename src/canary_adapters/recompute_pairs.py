@@ -13,6 +13,7 @@ import torch
 from canary_adapters.attention_calls import AttentionCalls
 from canary_adapters.attention_watch import AttentionWatch
 from canary_adapters.block_events import BlockGroup
+from canary_adapters.held_states import HeldStates
 from canary_adapters.internal_requests import RecomputePair, is_internal, named_like, slots_of
 from canary_adapters.lessons import LESSON
 from canary_adapters.parked_prefixes import ALL_PARKED, PARKED
@@ -105,6 +106,8 @@ class RecomputePairs:
         """The last ones, oldest first."""
         self.wake: Callable[[], None] | None = None
         """Has an idle scheduler of the same process look for wanted requests; on any thread."""
+        self.states = HeldStates(canary)
+        """Of requests whose states the engine computes on in place; set before the first pair comes."""
         self.whole = True
         """Whether this process holds the KV of all layers and heads; set before the first pair comes."""
         self.adapters: Callable[[], Container[int]] = tuple
@@ -165,6 +168,7 @@ class RecomputePairs:
                 continue
             if pair.why is not None:
                 self.attention.forget(pair.again)
+                self.states.forget(pair.again)
                 self._missed(pair, pair.why)
                 continue
             cached = self._cached(pair)
@@ -175,7 +179,11 @@ class RecomputePairs:
                 continue
             look = self.attention.finish(pair.again, partial(self._own, pair))
             bytes_look = self.judge.check_bytes(cached) if pair.asked else None
-            comparing = self.judge.begin(cached, self._computed(pair), bytes_look)
+            computed = self._computed(pair)
+            # The copy is in the place of the second computation: a region's slots are those of the pool.
+            for name, (slot, copied) in self.states.take(pair.again, pair.own).items():
+                cached, computed[name] = replace(cached, slots={**cached.slots, name: slot}), copied
+            comparing = self.judge.begin(cached, computed, bytes_look)
             self._begun.append(_Begun(pair, cached, comparing, look))
 
     def count(self, counted: Mapping[str, int]) -> None:

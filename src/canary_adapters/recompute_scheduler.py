@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from canary_adapters.block_replay import BlockLoad
+from canary_adapters.held_states import RecomputeBegun
 from canary_adapters.hidden_requests import HiddenRequests
 from canary_adapters.internal_requests import InternalRequests, RecomputePair, Running, is_internal
 from canary_adapters.marked_outputs import WANTED
@@ -21,6 +22,9 @@ from canary_core.config.values import RecomputeShare
 
 PAIRS = "canary_recompute"
 """Attribute of the scheduler's output with a list of `RecomputePair`, pickled along."""
+
+BEGUN = "canary_recompute_begun"
+"""The same with a `RecomputeBegun`."""
 
 COUNTED = "canary_counted"
 """Attribute of the scheduler's output with counts for `Canary.stats`, by name."""
@@ -84,6 +88,7 @@ class SchedulerRequests(InternalRequests):
         """Whether an idle engine asks workers of other processes for wanted requests."""
         self._patches, self._parks = Patches(), Patches()
         self._hidden = HiddenRequests(scheduler, self._recomputes.sheltered)
+        self._begun: RecomputeBegun | None = None
         # Number of answered tokens when a request began with KV that a connector may have failed to bring.
         self._unsure: dict[str, int] = {}
         self._timer: threading.Timer | None = None
@@ -203,6 +208,8 @@ class SchedulerRequests(InternalRequests):
         why = self._why_not(target) if prefix is None else None
         if why is None:
             self._scheduler.add_request(self._make(name, target, tokens, new_tokens))
+            if prefix is None and new_tokens == 1 and target.num_computed_tokens == tokens:
+                self._begun = RecomputeBegun(name, self.blocks(request))
         return why
 
     def computed(self, name: str) -> int | None:
@@ -246,6 +253,9 @@ class SchedulerRequests(InternalRequests):
                 pairs = self._recomputes.after(int(output.total_num_scheduled_tokens))
                 if pairs:
                     setattr(output, PAIRS, pairs)
+                if self._begun is not None:
+                    setattr(output, BEGUN, self._begun)
+                    self._begun = None
             return output
 
         return schedule
@@ -314,11 +324,21 @@ class SchedulerRequests(InternalRequests):
     def _running(self, request: Any) -> Running:
         """Beside a connector tokens of a request with a hit count from the next answered token on: vLLM takes tokens
         back that could not be loaded."""
-        known = _running(request)
+        known, computed = _running(request), int(request.num_computed_tokens)
+        if computed <= request.num_tokens:
+            # All of them are known, though one that nothing was computed of yet is on its way. States are of so many.
+            known = replace(known, tokens=computed, decoded=max(0, computed - request.num_prompt_tokens))
         answered = self._unsure.get(known.name)
         if answered is None or request.num_output_tokens > answered:
             return known
         return replace(known, tokens=0, decoded=0)
+
+
+def prepare(output: Any, worker: RecomputePairs) -> None:
+    """Before the forward of ``output``: has ``worker`` keep what the forward changes."""
+    begun = getattr(output, BEGUN, None)
+    if isinstance(begun, RecomputeBegun):
+        worker.states.hold(begun)
 
 
 def deliver(output: Any, worker: RecomputePairs) -> None:

@@ -18,6 +18,7 @@ from canary_adapters import (
     DraftForwards,
     EmbeddingFilter,
     EmbeddingShards,
+    HeldStates,
     Mark,
     RecomputePairs,
     WatchedScales,
@@ -27,6 +28,7 @@ from canary_adapters import (
     kv_scales,
     model_rounding,
     moved_states,
+    prepare,
     unabsorbed,
     upload,
 )
@@ -130,6 +132,8 @@ class Session:
         operands: Any = partial(unabsorbed, attended) if mla else lambda *given, output, **_: (*given[2:5], output)
         calls = AttentionCalls(attended, "forward_impl" if mla else "forward", operands, scales)
         self.recomputed = RecomputePairs(self.canary, self._tokens, rounding, self.requests.blocks.names, calls)
+        held = [group for group in self.groups if group.holds == "states" and group.page == 1]
+        self.recomputed.states = HeldStates(self.canary, held)
         self.recomputed.whole = runner.vllm_config.parallel_config.world_size == 1
         self.weights = Weights(self.canary, runner, self._patches, self._reloaded)
         self.recomputed.adapters = self.weights.adapters
@@ -197,6 +201,8 @@ class Session:
             if self._answers is not None:
                 with self.canary.guard("answers"):
                     self._answers.take(messages.answers(output))
+            with self.canary.guard("recompute"):
+                prepare(output, self.recomputed)
             self._output = self._pending = output
             if self._overlap is not Overlap.ALL or getattr(output, "kv_cache_block_copies", None):
                 self._scheduled()

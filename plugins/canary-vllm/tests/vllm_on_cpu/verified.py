@@ -49,6 +49,26 @@ def weighty(name: str = "llama", layers: int = 3) -> str:
     return str(folder)
 
 
+def weighty_hybrid(name: str) -> str:
+    """The same of a model with recurrent states, most of which remember for long."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(models.folder(name, Path(tempfile.mkdtemp(prefix="weighty-"))))
+    config, numbers = (folder / "config.json").read_text(), torch.Generator().manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with torch.no_grad():
+        for part, weight in model.named_parameters():
+            drawn = torch.randn(weight.shape, generator=numbers)
+            if part.endswith("dt_bias"):
+                weight.copy_(drawn - 3)
+            elif not part.endswith(("A_log", ".D")):
+                size = 1.0 if "embed" in part else weight[0].numel() ** -0.5
+                weight.copy_(1 + 0.1 * drawn if weight.dim() == 1 else size * drawn)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(config)
+    return str(folder)
+
+
 def adapters(model: str, names: str, rank: int = 4) -> dict[str, Any]:
     """vLLM's requests for LoRA adapters of attention in ``model``, a folder of `weighty`, with weights that matter: one
     for each letter of ``names``, with number 1 and so on."""
@@ -124,6 +144,41 @@ def teach(small: SmallEngine, seed: object = 0, tokens: int = 30) -> None:
         small.core.abort_requests(names)
         finish(small)
     raise AssertionError("the noise is not known after 80 fresh requests")
+
+
+def states(small: SmallEngine, request: str, layer: int) -> list[torch.Tensor]:
+    """The convolution's and the recurrent state of a request in a ``layer`` of Falcon-H1, by vLLM's own tables. vLLM
+    numbers these behind all layers."""
+    layer += small.runner.model_config.hf_config.num_hidden_layers
+    for number, group in enumerate(small.runner.kv_cache_config.kv_cache_groups):
+        for name in group.layer_names:
+            if type(group.kv_cache_spec).__name__ == "MambaSpec" and f".{layer}." in name:
+                bound = small.runner.compilation_config.static_forward_context[name].kv_cache
+                return [tensor[small.blocks(request)[number][0]] for tensor in bound]
+    raise AssertionError(f"layer {layer} has no states")
+
+
+@contextmanager
+def idle_state(small: SmallEngine, layer: int, request: str) -> Iterator[None]:
+    """Decodes leave the states of ``request`` in ``layer`` as they were."""
+    runner = small.runner
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            names = runner.input_batch.req_ids
+            row = names.index(request) if request in names else None
+            if row is None or int(runner.query_start_loc.cpu[row : row + 2].diff()) != 1:
+                return forward(*args, **kwargs)
+            before = [state.clone() for state in states(small, request, layer)]
+            made = forward(*args, **kwargs)
+            for state, kept in zip(states(small, request, layer), before, strict=True):
+                state.copy_(kept)
+            return made
+
+        return wrong
+
+    with _patched(runner.get_model().model.layers[layer].mamba, "forward", make):
+        yield
 
 
 @contextmanager

@@ -37,7 +37,7 @@ FARTHER = (
     "more of its tokens were decoded than of requests from which the noise of recurrent states is known: nothing "
     "differs as far as that is known"
 )
-UNCOMPARED = "not compared with it, or its noise is so large that nearly anything hides"
+UNCOMPARED = "not compared with it, or its noise is not known, or so large that nearly anything hides"
 FAR_APART = (
     "this engine computed a fresh request twice, and some of its KV is as far apart as that of unrelated tokens: no "
     "noise is learnt from such a request"
@@ -164,8 +164,9 @@ class RecomputeJudge:
         ``recompute_unlike``, nor of changed bytes. known: as of `verdict`."""
         if comparison.bytes is not None and comparison.bytes.changed:
             return False
-        learnt = self.noise.settled and (known is None or known >= len(cached.tokens))
-        learnt = learnt and (comparison.exact or not self.noise.equal)
+        lacks = self.noise.lacks_states and any(one.of_states for one in comparison.errors)
+        lacks = lacks or (self.noise.equal and not comparison.exact)
+        learnt = self.noise.settled and (known is None or known >= len(cached.tokens)) and not lacks
         if learnt or cached.touches or cached.parked is not None:
             return False
         far = next(filter(None, (one.unlike() for one in comparison.errors)), None)
@@ -208,8 +209,10 @@ class RecomputeJudge:
         if farther:
             errors = [one.before(known or 0) for one in errors if not one.of_states]
         layers = self._layers(errors, bounds)
-        # Under the noise of some sources nearly anything hides.
-        hidden = [f"{one.region} {one.source}" for one in layers if (one.bound or 0.0) >= UNLIKE]
+        # Under the noise of some sources nearly anything hides, and of some none is known yet.
+        unknown = torch.inf if self.noise.known else 0.0
+        bounds_of = {f"{one.region} {one.source}": unknown if one.bound is None else one.bound for one in layers}
+        hidden = [name for name, bound in bounds_of.items() if bound >= UNLIKE]
         missing = [*comparison.missing, *hidden]
         self._leaves_out(missing)
         whole = {f"{one.region} {source.name}" for one in errors if one.whole for source in one.sources}

@@ -180,7 +180,8 @@ class Noise:
     rounding sends one token to another expert it may send several, and never in states.
 
     A recurrent state is rounded with each decoded token, and keeps these errors: of such models only as many decodes
-    are judged as noise was learnt of (`reach`).
+    are judged as noise was learnt of (`reach`). Where states are compared in some of the pairs only, they are not
+    judged until as many pairs had some as it takes for KV (`lacks_states`).
 
     rounding: see `Recomputer.rounding`.
     """
@@ -191,7 +192,8 @@ class Noise:
         self._medians: dict[Key, _Medians] = defaultdict(_Medians)
         self.tokens = self.requests = 0
         self.paired_tokens = self.paired_requests = self.equal_tokens = self.equal_requests = 0
-        self._alone = 0
+        self._alone = self._of_states = 0
+        self._states_differ = False
         self._coarse = False
         self._dense = self._unlike = NO_LAYER
         self._decodes: list[int] = []
@@ -210,6 +212,11 @@ class Noise:
     def equal(self) -> bool:
         """Whether nearly all fresh requests were equal bit for bit, so that a first one with any error teaches."""
         return not self.requests and self.paired_requests < PAIRED_REQUESTS
+
+    @property
+    def lacks_states(self) -> bool:
+        """Whether too few pairs, and nothing but pairs, had states for a verdict on these."""
+        return not self.requests and self._of_states < (PAIRED_REQUESTS if self._states_differ else EQUAL_REQUESTS)
 
     @property
     def progress(self) -> str:
@@ -254,6 +261,9 @@ class Noise:
         else:
             self.equal_requests += 1
             self.equal_tokens += _most_tokens(pair)
+        states = [errors for errors in pair if errors.of_states]
+        self._of_states += bool(states)
+        self._states_differ = self._states_differ or any(bool(errors.values.any()) for errors in states)
         self._coarse = self._coarse or any(any(errors.roundoffs) for errors in pair)
         self._dense = min(self._dense, first_layer(pair, dense=True))
         for errors in pair:
@@ -273,7 +283,7 @@ class Noise:
         """None for a source without any comparison. ``roundoff``: of `Errors.roundoffs`. ``first``: the first layer of
         the request with any error."""
         known = self._bounds.get((region, source.name))
-        if known is None:
+        if known is None or (source.role is Role.STATE and self._of_states and self.lacks_states):
             return None
         unseen = self._unseen(source)
         if self.equal:
