@@ -3,7 +3,7 @@
 from pathlib import Path
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
-MOST_LINES = {"canary-vllm": 2524}
+MOST_LINES = {"canary-vllm": 2525}
 """What engines have in common belongs to `canary_adapters` or the core."""
 
 
