@@ -11,6 +11,9 @@ LESSON_TOKENS = 2 * LEAST_TOKENS
 AT_ONCE = 8
 """Lessons begun after each `LESSON`; so many teach noise where paths differ."""
 
+PATIENCE = 64
+"""Looks at which a fresh request that is on its way is awaited in the place of a lesson."""
+
 MOST_LESSONS = 48
 """Lessons that came to be compared, in the life of a scheduler."""
 
@@ -25,18 +28,27 @@ class Lessons:
 
     def __init__(self, engine: InternalRequests) -> None:
         self._engine = engine
-        self._left, self._done, self._tokens = 0, 0, 0
+        self._left, self._done, self._tokens, self._looks = 0, 0, 0, 0
         self.name: str | None = None
         """The present one's."""
 
     def want(self) -> None:
-        """The workers lack lessons."""
-        self._left = AT_ONCE if self._done < MOST_LESSONS else 0
+        """The workers lack lessons: so many begin, unless some of these are still to come."""
+        if not self.wanted and self._done < MOST_LESSONS:
+            self._left, self._looks = AT_ONCE, 0
 
     @property
     def wanted(self) -> bool:
         """Whether there is one, or is to be one."""
         return self.name is not None or self._left > 0
+
+    def due(self, coming: bool) -> bool:
+        """Whether one is to begin at this look. coming: whether a request runs that nothing touched, and which may
+        teach once it has decoded more."""
+        if self.name is not None or not self._left:
+            return False
+        self._looks += 1
+        return not coming or self._looks > PATIENCE
 
     def begin(self, name: str, target: Running) -> bool:
         """With the tokens of ``target``, if they leave room for an answer."""

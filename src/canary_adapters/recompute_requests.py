@@ -228,7 +228,10 @@ class Recomputes:
         # Of what nothing touched only a request that has decoded took two ways to the same KV.
         fresh = [one for one in fit if not self._touched.of(one.name) and one.decoded >= LEAST_TOKENS]
         touched = [one for one in fit if one.beyond_tokens or self._touched.of(one.name)]
-        if self._lessons.wanted and not fresh and (self._lessons.name is not None or self._begin_lesson(fit)):
+        coming = any(not self._touched.of(one.name) for one in running)
+        if fit and not fresh and self._lessons.due(coming):
+            self._begin_lesson(fit)
+        if self._lessons.name is not None and not fresh:
             return None
         asked_only = not self._share
         for some in (fresh,) if asked_only else (fresh, touched) if teaching else (touched, fresh):
@@ -238,19 +241,16 @@ class Recomputes:
             self._starves("recompute_too_short" if fit else "recompute_no_room")
         return None
 
-    def _begin_lesson(self, fit: Sequence[Running]) -> bool:
-        """With the tokens of one of ``fit``. Returns whether one began."""
-        if not fit:
-            return False
+    def _begin_lesson(self, fit: Sequence[Running]) -> None:
+        """With the tokens of one of ``fit``."""
         target, name = min(fit, key=self._verified_tokens), f"{PREFIX}{next(self._numbers)}"
         if not self._lessons.begin(name, target):
             self._counts["recompute_no_lesson"] += 1
-            return False
+            return
         self.live.add(name)
         self._verified[target.name] = target.tokens
         self._credit -= target.tokens + LESSON_TOKENS
         self._counts["recompute_lessons"] += 1
-        return True
 
     def _verified_tokens(self, one: Running) -> int:
         return self._verified.get(one.name, 0)

@@ -56,4 +56,6 @@ def test_weights_that_changed_under_a_kept_cache_are_told_where_all_requests_hav
     """The bound is that of the engine's noise."""
     done = launch({"options": OPTIONS}, **ALL).lesson_learnt()
     assert done["before"] == []
-    assert told(done)[:1] == [(1, 0, "ill", "brought")]
+    assert done["verdict"] == "differs"
+    # What ended requests left may be found, too, by the idle engine.
+    assert (1, 0, "ill", "brought") in told(done)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tools.inspection import findings
-from tools.recomputes import _left, _sent, finish, prompt
+from tools.recomputes import _left, _sent, begin, finish, prompt, verify
 
 HEAD = prompt("head", 48)
 """All prompts begin so."""
@@ -64,10 +64,10 @@ def lesson_learnt(engine: Any) -> dict[str, Any]:
         pass
     before = findings(engine)
     engine.runner.model.model.layers[0].post_attention_layernorm.weight.data.mul_(1.05)
-    engine.submit([*HEAD, *prompt("ill", 30)], 60, "ill")
-    while engine.step():
-        pass
-    return {"before": before["violations"], **findings(engine)}
+    begin(engine, {"ill": [*HEAD, *prompt("ill", 30)]}, 2)
+    (answer,) = verify(engine, "ill")
+    finish(engine, "ill")
+    return {"before": before["violations"], "verdict": answer["verdict"], **findings(engine)}
 
 
 def _cache_the_head(engine: Any) -> None:
