@@ -505,6 +505,28 @@ def test_kv_is_named_before_a_state_of_the_same_layer(layer):
     pool.canary.close()
 
 
+def test_states_are_not_judged_before_as_many_pairs_had_some_as_it_takes():
+    """Where only some pairs have: KV has its verdict meanwhile, and the answer names the states. Then they are."""
+    pool = StatePool()
+
+    def verify(name: str, states: bool, factor: float = 1.0) -> Verification:
+        cached, computed = pool.request(name)
+        pool.held[3] *= factor
+        slots = cached.slots if states else {"kv": cached.slots["kv"]}
+        return pool.judge.judge(CachedRequest(name, cached.tokens, slots), computed)
+
+    for n in range(8):
+        assert verify(f"none {n}", states=False).verdict == "unjudged"
+    assert (verify("none", states=False).verdict, pool.judge.noise.lacks_states) == ("same", True)
+    for n in range(8):
+        answer = verify(f"some {n}", states=True)
+        assert (answer.verdict, answer.uncompared) == ("same", ["state ssm.1"])
+    assert (verify("well", states=True).uncompared, pool.judge.noise.lacks_states) == ([], False)
+    assert verify("broken", states=True, factor=1.1).verdict == "differs"
+    assert [v.rule for v in pool.findings.violations] == ["state"]
+    pool.canary.close()
+
+
 def test_states_that_are_not_compared_are_told_once():
     """Where both requests did not stand at the same token, or a state has too few numbers for a verdict."""
     pool, small = StatePool(), StatePool((3, 5))
