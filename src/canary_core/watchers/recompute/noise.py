@@ -13,14 +13,14 @@ from canary_core.region import KVSource, Role
 WINDOW_TOKENS = 32
 """Tokens in a row whose median is judged: a single odd token is no verdict."""
 QUARTER_TOKENS = WINDOW_TOKENS // 4
-"""Tokens of a window that are a verdict, if each error is above the bound of a single token."""
+"""Tokens of a window enough for a verdict, if each error is above the bound of a single token."""
 STRIDE = 8
 """Tokens from one window to the next."""
 
 TAUGHT_TOKENS, TAUGHT_REQUESTS = 256, 4
 """Compared tokens, and requests, until the noise counts as known; each was also computed with random roundings."""
 PAIRED_TOKENS, PAIRED_REQUESTS = 1024, 8
-"""The same where an engine can't do so. Only requests that differ at all count."""
+"""The same where an engine can't do so. Only requests with a difference count."""
 EQUAL_TOKENS, EQUAL_REQUESTS = 1024, 16
 """So many that are equal bit for bit, and no other, are an engine whose paths all give the same."""
 
@@ -33,10 +33,10 @@ MEDIANS_MARGIN = 8.0
 """Bound of a median, as a multiple of the largest one of fresh requests, where all of these have some and few single
 tokens are further off. Of thousands of requests of a model none was more than 5 times as far off as the median one."""
 FEW_TOKENS = 1 / 32
-"""Share of tokens that is few."""
+"""Share of tokens called few."""
 UNSEEN_ROUNDINGS = 4.0
-"""Error in each layer behind the first one, in roundings, that is taken for noise where fresh requests were equal bit
-for bit: kernels may divide the work otherwise in longer sequences and other batches. In states, the square of it."""
+"""Error in each layer behind the first one, in roundings, taken for noise where fresh requests were equal bit for bit:
+kernels may divide the work otherwise in longer sequences and other batches. In states, the square."""
 UNLIKE = 1 / MARGIN
 """An error too large for noise: a bound learnt from such errors would be the size of the KV, and hide anything."""
 
@@ -126,8 +126,8 @@ class Bound:
 
 @dataclass(slots=True)
 class _Medians:
-    """Medians of a source in fresh requests. most: the largest one; requests: those with a median above 0, and other
-    ones, exact. far: of ``tokens`` those further off than `MEDIANS_MARGIN` times the largest median until then."""
+    """Medians of a source in fresh requests. most: the largest one; requests: number with a median above 0, and of
+    others, exact. far: of ``tokens`` those further off than `MEDIANS_MARGIN` times the largest median until then."""
 
     most: float = 0.0
     requests: int = 0
@@ -146,7 +146,7 @@ class _Medians:
 
     @property
     def bound(self) -> float:
-        """Of a median, infinite where these say too little of others."""
+        """Of a median, infinite where too little is known."""
         enough = self.requests >= PAIRED_REQUESTS and not self.exact and self.far <= FEW_TOKENS * self.tokens
         return MEDIANS_MARGIN * self.most if enough else torch.inf
 
@@ -176,7 +176,7 @@ class Noise:
     store makes, and no more.
 
     A quarter of a window is judged by the bound of a single token, in a coarse type by a step of all numbers at least.
-    It is not judged from the first layer on in which a token of a fresh request was `UNLIKE` noise, since where
+    Not judged so are layers from the first one on in which a token of a fresh request was `UNLIKE` noise, since where
     rounding sends one token to another expert it may send several, and never in states.
 
     A recurrent state is rounded with each decoded token, and keeps these errors: of such models only as many decodes
@@ -210,7 +210,7 @@ class Noise:
 
     @property
     def equal(self) -> bool:
-        """Whether nearly all fresh requests were equal bit for bit, so that a first one with any error teaches."""
+        """Whether nearly all fresh requests were equal bit for bit: a first one with any error teaches."""
         return not self.requests and self.paired_requests < PAIRED_REQUESTS
 
     @property
