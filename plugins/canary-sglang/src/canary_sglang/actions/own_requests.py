@@ -11,8 +11,8 @@ from canary_sglang.compat import progress, schedulers
 
 
 class OwnRequests:
-    """The present internal requests of a scheduler. again: computes another request again, and never decodes. lesson: one
-    of `Lessons`; decodes, and nothing of the lesson is streamed (`hide`).
+    """The present internal requests of a scheduler. again: computes another request again, and never decodes. lesson:
+    one of `Lessons`; decodes, and nothing of the lesson is streamed (`hide`).
 
     In a batch made but not run yet a request's slots are still to be written: the request ends in the next turn
     (`drop`).
