@@ -12,46 +12,46 @@ AT_ONCE = 8
 """Lessons begun after each `LESSON`; so many teach noise where paths differ."""
 
 PATIENCE = 64
-"""Looks at which a fresh request that is on its way is awaited in the place of a lesson."""
+"""Looks at which a fresh request on the way is awaited in the place of a lesson."""
 
 MOST_LESSONS = 48
-"""Lessons that came to be compared, in the life of a scheduler."""
+"""Lessons compared in the life of a scheduler."""
 
 
 class Lessons:
-    """A scheduler's lessons, one at a time. A lesson has the tokens of a touched request and begins with nothing in the
-    cache, so it is fresh; it decodes in the batches of users. Once `ready` it is computed again as any request.
+    """Lessons of a scheduler, never two at a time. A lesson has the tokens of a user's request and begins with nothing
+    in the cache, so is fresh; decodes in the batches of users; and once `ready` is computed again as any request.
 
-    Before it decodes it ends as soon as a request of a user waits; then, as users come all the time, once a batch has
-    left one waiting or preempted the lesson; and with the last request of a user.
+    Before the first decode a lesson ends as soon as a request of a user waits; then, as users come all the time, once a
+    batch has left a request waiting or preempted the lesson; and with the last request of a user.
     """
 
     def __init__(self, engine: InternalRequests) -> None:
         self._engine = engine
         self._left, self._done, self._tokens, self._looks = 0, 0, 0, 0
         self.name: str | None = None
-        """The present one's."""
+        """Of the present lesson."""
 
     def want(self) -> None:
-        """The workers lack lessons: so many begin, unless some of these are still to come."""
+        """The workers lack lessons: `AT_ONCE` begin, unless some are still to come."""
         if not self.wanted and self._done < MOST_LESSONS:
             self._left, self._looks = AT_ONCE, 0
 
     @property
     def wanted(self) -> bool:
-        """Whether there is one, or is to be one."""
+        """Whether there is a lesson, or is to be."""
         return self.name is not None or self._left > 0
 
     def due(self, coming: bool) -> bool:
-        """Whether one is to begin at this look. coming: whether a request runs that nothing touched, and which may
-        teach once it has decoded more."""
+        """Whether a lesson is to begin at this look. coming: whether an untouched request runs, and may teach after
+        more decodes."""
         if self.name is not None or not self._left:
             return False
         self._looks += 1
         return not coming or self._looks > PATIENCE
 
     def begin(self, name: str, target: Running) -> bool:
-        """With the tokens of ``target``, if they leave room for an answer."""
+        """With the tokens of ``target``, if room for an answer is left."""
         self._left -= 1
         fits = target.tokens + LESSON_TOKENS <= self._engine.longest
         if not fits or self._engine.begin(name, target.name, target.tokens, LESSON_TOKENS) is not None:
@@ -60,13 +60,13 @@ class Lessons:
         return True
 
     def ready(self) -> Running | None:
-        """The present one, if enough of it is decoded and there is room to compute it again."""
+        """The present lesson, with enough decoded and room for a second computation."""
         found = None if self.name is None else self._engine.find(self.name)
         ready = found is not None and found.decoded >= LEAST_TOKENS and self._engine.room(found.name)
         return found if ready else None
 
     def hindered(self, made: bool) -> bool:
-        """Whether the present one is over, or in the way of a user. made: whether a batch was just made; else one is
+        """Whether the present lesson is over, or in the way of a user. made: whether a batch was just made, and not
         about to be."""
         if self.name is None:
             return False
@@ -74,16 +74,16 @@ class Lessons:
         return not computed or ((made or computed < self._tokens) and self._engine.crowded(self.name))
 
     def compared(self) -> None:
-        """The present one goes to the workers with this batch."""
+        """The present lesson goes to the workers with this batch."""
         self._done += 1
         self.end()
 
     def end(self) -> None:
-        """Ends the present one."""
+        """Ends the present lesson."""
         name, self.name = self.name, None
         if name is not None:
             self._engine.end(name)
 
     def stop(self) -> None:
-        """None begins any more, and the present one goes on to its end."""
+        """No lesson begins any more, and the present lesson goes on to the end."""
         self._left, self.name = 0, None

@@ -3,6 +3,7 @@
 import pytest
 from canary_vllm.hooks import HOOKS
 from vllm_on_cpu import guarded, verified
+from vllm_on_cpu.scripts import told_by
 
 from canary_adapters import is_internal, lessons
 from canary_core import Kind, Patches
@@ -182,3 +183,25 @@ def test_requests_near_the_longest_length_are_no_lessons_which_is_counted(small,
         assert {"recompute_lessons", "recompute_taught"}.isdisjoint(stats)
         assert stats["recompute_no_lesson"] > 1
         assert "unjudged" in verdicts(HOOKS.sessions[0])[0]
+
+
+@pytest.mark.parametrize("how", ["v2", "eagle"])
+def test_other_engines_learn_so_too(how):
+    """With the V2 runner, and where the lesson drafts as the users do: answers stay the same, and nothing is found."""
+    told = told_by("lessons_script", how)
+    (stats,) = told["stats"]
+    assert told["same"]
+    assert stats["violations"] == 0
+    assert stats["recompute_taught"] >= 2
+    assert 2 <= stats["recompute_lessons"] <= lessons.AT_ONCE
+
+
+def test_two_ranks_learn_so_too():
+    """Each compares its own shard of the same lessons."""
+    plain = told_by("lessons_script", "ranks")
+    told = told_by("lessons_script", "ranks", plugins="vllm", CANARY_RECOMPUTE="100%")
+    assert told["answers"] == plain["answers"]
+    for stats in told["stats"]:
+        assert stats["violations"] == 0
+        assert stats["recompute_taught"] >= 2
+        assert stats["recompute_lessons"] >= 2

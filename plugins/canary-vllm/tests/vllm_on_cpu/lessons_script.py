@@ -25,7 +25,7 @@ def prompts() -> list[list[int]]:
     """All but the first one have a hit."""
     from vllm_on_cpu.verified import prompt
 
-    return [prompt("head", 48), *(prompt("head", 48) + prompt(n, 10 + 5 * (n % 3)) for n in range(12))]
+    return [prompt("head", 100), *(prompt("head", 100) + prompt(n, 10 + 5 * (n % 3)) for n in range(12))]
 
 
 def lack(worker: Any = None) -> None:

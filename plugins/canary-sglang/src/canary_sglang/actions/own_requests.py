@@ -11,10 +11,10 @@ from canary_sglang.compat import progress, schedulers
 
 
 class OwnRequests:
-    """The present ones of one scheduler: the one that computes another request again, which never decodes, and the
-    lesson, which does. Nothing of the lesson is streamed (`hide`).
+    """The present internal requests of a scheduler. again: computes another request again, and never decodes. lesson:
+    one of `Lessons`; decodes, and nothing of the lesson is streamed (`hide`).
 
-    In a batch that is made but not run yet a request's slots are still to be written: it ends in the next turn
+    In a batch made but not run yet a request's slots are still to be written: the request ends in the next turn
     (`drop`).
     """
 
@@ -26,15 +26,15 @@ class OwnRequests:
 
     @property
     def all(self) -> Sequence[Any]:
-        """Both, as far as there are any."""
+        """Internal requests."""
         return [one for one in (self.again, self.lesson) if one is not None]
 
     def named(self, name: str) -> Any:
-        """The one of that name, None for none."""
+        """The internal request of a name, or None."""
         return next((one for one in self.all if one.rid == name), None)
 
     def computed(self, request: Any, batch: Any) -> int | None:
-        """Number of tokens of one computed with ``batch``, the last one made; None after its end."""
+        """Number of tokens of ``request`` computed with ``batch``, the last batch made; None after the end."""
         if request.finished() or (request is self.lesson and request.is_retracted):
             return None
         if request is self.lesson:
@@ -45,7 +45,7 @@ class OwnRequests:
         return progress.prefix_length(request)
 
     def hide(self, scheduler: Any) -> None:
-        """Internal requests of ``scheduler`` are not streamed before their end; after it they are not anyway."""
+        """Internal requests of ``scheduler`` are not streamed before the end, and at the end not anyway."""
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def stream(streamer: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class OwnRequests:
             self._patches.undo()
 
     def leave_queue(self, scheduler: Any) -> None:
-        """Takes them out of the queue, also retracted ones."""
+        """Takes internal requests out of the queue, also when retracted."""
         kept = [one for one in scheduler.waiting_queue if not is_internal(one.rid)]
         if len(kept) == len(scheduler.waiting_queue):
             return
@@ -75,12 +75,12 @@ class OwnRequests:
         scheduler.running_batch.batch_is_full = False
 
     def end(self, request: Any) -> None:
-        """One is to end with the next `drop`: between two chunks; a lesson between any two forwards. The other one ends
-        after its last chunk anyway."""
+        """``request`` is to end with the next `drop`: between two chunks, a lesson between any two forwards. After the
+        last chunk `again` ends anyway."""
         self._late.append(request)
 
     def drop(self, scheduler: Any) -> None:
-        """Ends those for which `end` was called."""
+        """Ends requests after a call of `end`."""
         late, self._late = self._late, []
         for request in late:
             if scheduler.chunked_req is request:
@@ -91,7 +91,8 @@ class OwnRequests:
                 self.lesson = None
 
     def go_on(self, scheduler: Any, table: Tensor) -> None:
-        """After a chunk they go on from their slots, without the prefix cache. ``table``: of slots."""
+        """After a chunk internal requests go on from the chunk's slots, without the prefix cache. ``table``: of
+        slots."""
         chunked = scheduler.chunked_req
         if any(one is chunked for one in self.all):
             progress.go_on_from_chunk(chunked, table[schedulers.row_number(chunked)])

@@ -381,8 +381,8 @@ def drop_chunked(scheduler: Any, request: Any) -> None:
 
 
 def drop_decoding(scheduler: Any, request: Any) -> None:
-    """Ends an internal request that decodes, as SGLang retracts one, but for good. With the overlap scheduler a result
-    that is not taken yet is left alone."""
+    """Ends a decoding internal request, as SGLang retracts a request, but for good. With the overlap scheduler a result
+    not taken yet is left alone."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     if request.finished() or row_number(request) is None:
