@@ -204,7 +204,7 @@ class SchedulerRequests(InternalRequests):
     def begin(self, name: str, request: str, tokens: int, new_tokens: int = 1) -> str | None:
         """See `InternalRequests`."""
         prefix = self.prefix(request)
-        target = self._scheduler.requests[request] if prefix is None else prefix
+        target: Any = self._scheduler.requests[request] if prefix is None else prefix
         why = self._why_not(target) if prefix is None else None
         if why is None:
             self._scheduler.add_request(self._make(name, target, tokens, new_tokens))
