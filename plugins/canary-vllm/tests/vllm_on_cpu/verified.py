@@ -259,6 +259,26 @@ def _short(small: SmallEngine, request: str, lacks: Callable[[int, int], int]) -
 
 
 @contextmanager
+def rounded_decodes(small: SmallEngine) -> Iterator[None]:
+    """Layer 0 adds a few roundings to each token that is decoded, as kernels of other shapes do; none to a prompt's."""
+    runner = small.runner
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def rounded(*args: Any, **kwargs: Any) -> Any:
+            made, batch = forward(*args, **kwargs), runner.input_batch
+            rows = len(batch.req_ids)
+            decode = batch.num_computed_tokens_cpu[:rows] >= batch.num_prompt_tokens[:rows]
+            ends = runner.query_start_loc.cpu[: rows + 1]
+            made[: ends[-1]] *= 1 + 4e-7 * torch.tensor(decode).repeat_interleave(ends.diff())[:, None]
+            return made
+
+        return rounded
+
+    with _patched(runner.get_model().model.layers[0].mlp, "forward", make):
+        yield
+
+
+@contextmanager
 def garbage_in_short_decodes(small: SmallEngine, most: int) -> Iterator[None]:
     """Attention of layer 0 gives garbage in decodes of sequences of ``most`` tokens and less, as that of vLLM 0.26 does
     on a GPU with FlashAttention 3, CUDA graphs and one window in all layers."""
