@@ -258,7 +258,7 @@ class Recomputes:
     def end_lesson(self) -> None:
         """Ends the present lesson, as where no request of a user is left: the engine rests as it would."""
         if self._lessons.name is not None:
-            self._lessons.end()
+            self._lessons.give_up()
             self._counts["recompute_lessons_ended"] += 1
 
     def _starves(self, how: str, parked: bool = False) -> None:

@@ -110,7 +110,7 @@ def test_without_a_share_nothing_but_lessons_is_begun():
 
 
 def test_a_lesson_ends_after_a_batch_that_leaves_users_waiting():
-    """Not before the batch is made; another one begins later."""
+    """Not before the batch is made; another one begins once the workers lack it again."""
     engine = Engine()
     engine.recomputes.want(LESSON)
     engine.steps(EVERY)
@@ -123,6 +123,9 @@ def test_a_lesson_ends_after_a_batch_that_leaves_users_waiting():
     assert lesson not in engine.requests
     assert engine.counted()["recompute_lessons_ended"] == 1
     engine.crowded = False
+    engine.steps(2 * EVERY)
+    assert engine.lessons == 1
+    engine.recomputes.want(LESSON)
     engine.steps(2 * EVERY)
     assert engine.lessons == 2
 

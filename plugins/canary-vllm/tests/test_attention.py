@@ -157,9 +157,11 @@ def test_clean_traffic_is_never_blamed_and_answers_stay_the_same(kind, more, eng
     """Hits, chunks and mixed batches: each layer again and again, and nothing is left of a look."""
     small = engines(kind, layers=LAYERS, **more)
     small.renew()
-    plain = guarded.traffic(small, 4, seed=kind, new_tokens=40)
+    # Large blocks leave little room for second computations.
+    rounds = 10 if kind == "deepseek_v2" else 4
+    plain = guarded.traffic(small, rounds, seed=kind, new_tokens=40)
     with guarded.guard(small, **QUIET, recompute="100%") as guard:
-        assert guarded.traffic(small, 4, seed=kind, new_tokens=40) == plain
+        assert guarded.traffic(small, rounds, seed=kind, new_tokens=40) == plain
         stats = guard.canary.stats()
         assert (stats["attention_layers"], "attention_differs" in stats) == (LAYERS, False)
         assert stats["attention_looks"] >= 2 * LAYERS
