@@ -78,12 +78,6 @@ class Lessons:
         self._done += 1
         self.end()
 
-    def give_up(self) -> None:
-        """Ends the present lesson before its time. The next one begins once the workers lack it again: a second
-        computation of a user's request comes before."""
-        self._left = 0
-        self.end()
-
     def end(self) -> None:
         """Ends the present lesson."""
         name, self.name = self.name, None
