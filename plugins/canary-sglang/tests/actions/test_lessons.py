@@ -30,9 +30,9 @@ def test_engines_without_a_fresh_request_learn_from_their_own(launch, overlap):
     done = traffic(launch({"options": options}, **ALL), overlap)
     clean(done)
     users = [one["verdict"] for one in done["answers"] if not is_internal(one["request"])]
-    known = users.index("same")
-    assert known < 8
-    assert {*users[known + 4 :]} == {"same"}
+    # Until then users' requests and lessons take turns, and what is equal bit for bit has a verdict anyway.
+    assert {*users[-len(users) // 2 :]} == {"same"}
+    assert users.count("unjudged") < len(users) // 3
     assert done["stats"]["recompute_lessons"] >= done["stats"]["recompute_taught"] >= AT_ONCE
     assert done["outputs"] == plain["outputs"]
 

@@ -59,7 +59,8 @@ def recompute_overlapped(engine: Any, prompts: list[list[int]], new_tokens: int)
             engine.submit(waiting.pop(0), new_tokens)
         alive = waiting or not all(request.finished() for request in engine.requests[first:])
         idle = 0 if alive else idle + 1
-        if idle > 4:
+        # A proof of an idle engine whose result is still to come would stay as it is.
+        if idle > 4 and not scheduler.result_queue:
             raise Served
         return []
 
