@@ -78,7 +78,9 @@ def adapted_traffic(engine: Any, rounds: int) -> dict[str, Any]:
     finally:
         del engine.submit
     whose = {request.rid: request.lora_id for request in engine.requests[first:]}
-    verdicts = Counter(f"{whose[answer['request']]} {answer['verdict']}" for answer in done["answers"])
+    # Others are of lessons, with a name of their own.
+    answers = [answer for answer in done["answers"] if answer["request"] in whose]
+    verdicts = Counter(f"{whose[answer['request']]} {answer['verdict']}" for answer in answers)
     return {**done, "by_adapter": verdicts}
 
 

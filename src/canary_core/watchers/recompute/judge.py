@@ -159,9 +159,8 @@ class RecomputeJudge:
 
     def teaches(self, cached: CachedRequest, comparison: Comparison, known: int | None = None) -> bool:
         """Whether noise is to be learnt from KV in the cache: it is not settled for some tokens, and nothing but the
-        request computed the KV.
-        Never from a parked prefix: weights may have changed since. Nor from errors that are no noise: a
-        ``recompute_unlike``, nor of changed bytes. known: as of `verdict`."""
+        request computed the KV. Never from a parked prefix: weights may have changed since. Nor from errors that are no
+        noise: a ``recompute_unlike``, nor of changed bytes. known: as of `verdict`."""
         if comparison.bytes is not None and comparison.bytes.changed:
             return False
         lacks = self.noise.lacks_states and any(one.of_states for one in comparison.errors)

@@ -22,7 +22,7 @@ TAUGHT_TOKENS, TAUGHT_REQUESTS = 256, 4
 PAIRED_TOKENS, PAIRED_REQUESTS = 1024, 8
 """The same where an engine can't do so. Only requests with a difference count."""
 EQUAL_TOKENS, EQUAL_REQUESTS = 1024, 16
-"""So many that are equal bit for bit, and no other, are an engine whose paths all give the same."""
+"""So many equal bit for bit are an engine whose paths give the same, or nearly."""
 
 MARGIN = 2.0
 """Bound of an error, as a multiple of the largest one of fresh requests. Random roundings are a bound as they are: each
@@ -163,11 +163,11 @@ def windows(values: Tensor) -> tuple[list[int], Tensor]:
 
 
 class Noise:
-    """The largest errors by source of fresh requests against a second computation (as long as there are too few, of
-    two computations of others); and, where the engine can, of one
-    with one more rounding of all KV read by attention, which stands for paths not taken by fresh requests, such as
-    larger batches with other roundings. Where it can't, single tokens bound the medians, and no layer is taken to be
-    more exact than those before it; so do medians of KV where each fresh request has some.
+    """The largest errors by source of fresh requests against a second computation (with too few of these, of two
+    computations of others); and, where the engine can, of one with one more rounding of all KV read by attention, which
+    stands for paths not taken by fresh requests, such as larger batches with other roundings. Where it can't, single
+    tokens bound the medians, no layer being more exact than those before it, and medians of KV do where each fresh
+    request has some. Where nearly all were equal bit for bit, a few roundings are the bound.
 
     KV in a coarse type, such as fp8, differs by a whole step in the few numbers rounded to different sides by two
     paths, and is equal in all others; attention takes such a step to all tokens and layers behind. So a layer behind
