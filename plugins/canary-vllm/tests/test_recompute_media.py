@@ -30,9 +30,14 @@ def serve(small: Listener, sounds: dict[str, int], text: list[int] = TEXT) -> di
 
 
 def learn(small: Listener) -> None:
-    """Until the noise is known: texts without anything in common."""
-    for turn in range(20):
+    """Texts without anything in common: 16 that are equal bit for bit, or 8 that are not, and more until the noise is
+    known."""
+    (session,) = HOOKS.sessions
+    for turn in range(48):
+        if turn >= 20 and session.recomputed.judge.noise.known:
+            return
         serve(small, {f"fresh {turn}": 100 + turn}, [turn * 3 + 7, *range(3 + turn, 73 + turn)])
+    raise AssertionError("the noise is not known after 48 requests")
 
 
 def told(guard: Any) -> list[Any]:
@@ -53,7 +58,7 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(small):
         (session,) = HOOKS.sessions
         answers = list(session.recomputed.answers)
         assert {answer.verdict for answer in answers[-6:]} == {"same"}
-        assert guard.trouble() == []
+        assert [one for one in guard.trouble() if not one.startswith("unjudged ")] == []
         assert not any("canary" in str(key) for key in small.scheduler.encoder_cache_manager.request_cached_ids)
 
 
