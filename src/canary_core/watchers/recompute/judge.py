@@ -210,12 +210,11 @@ class RecomputeJudge:
         layers = self._layers(errors, bounds)
         # Under the noise of some sources nearly anything hides, and of some none is known yet.
         unknown = torch.inf if self.noise.known else 0.0
-        bounds_of = {f"{one.region} {one.source}": unknown if one.bound is None else one.bound for one in layers}
-        hidden = [name for name, bound in bounds_of.items() if bound >= UNLIKE]
-        missing = [*comparison.missing, *hidden]
+        hidden = [one for one in layers if (unknown if one.bound is None else one.bound) >= UNLIKE]
+        missing = [*comparison.missing, *(f"{one.region} {one.source}" for one in hidden)]
         self._leaves_out(missing)
-        whole = {f"{one.region} {source.name}" for one in errors if one.whole for source in one.sources}
-        layers = [one for one in layers if f"{one.region} {one.source}" not in whole.intersection(hidden)]
+        whole = {one.region for one in errors if one.whole}
+        layers = [one for one in layers if one not in hidden or one.region not in whole]
         # Equal in every bit, whatever the noise may be.
         if not self.noise.known and not comparison.exact:
             why = UNKNOWN_OF_ANY if self._alone else UNKNOWN
