@@ -74,6 +74,7 @@ def test_one_rank_is_corrupted_and_both_act(tmp_path, device):
 
     acts = [[e for e in told(folder, rank, "event") if e["event"] in ("quarantined", "aborted")] for rank in (0, 1)]
     assert [[e.pop("rank") for e in events] for events in acts] == [[rank] * len(acts[0]) for rank in (0, 1)]
+    assert len({e.pop("gpu", None) for events in acts for e in events}) == (1 if device == "cpu" else 2)
     assert acts[0] == acts[1]
     assert [(e["event"], e["slot"]) for e in acts[0]][:2] == [
         ("quarantined", cached["slot"]),

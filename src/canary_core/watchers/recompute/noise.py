@@ -35,8 +35,9 @@ tokens are further off. Of thousands of requests of a model none was more than 5
 FEW_TOKENS = 1 / 32
 """Share of tokens called few."""
 UNSEEN_ROUNDINGS = 4.0
-"""Error in each layer behind the first one, in roundings, taken for noise where fresh requests were equal bit for bit:
-kernels may divide the work otherwise in longer sequences and other batches. In states, the square."""
+"""Error in the layer behind the first one, in roundings, taken for noise of paths that no fresh request took: kernels
+divide the work otherwise in longer sequences and other batches. It grows with the root of the layers, and as their
+number where fresh requests were equal bit for bit. In states, the square."""
 UNLIKE = 1 / MARGIN
 """An error too large for noise: a bound learnt from such errors would be the size of the KV, and hide anything."""
 
@@ -167,7 +168,8 @@ class Noise:
     computations of others); and, where the engine can, of one with one more rounding of all KV read by attention, which
     stands for paths not taken by fresh requests, such as larger batches with other roundings. Where it can't, single
     tokens bound the medians, no layer being more exact than those before it, and medians of KV do where each fresh
-    request has some. Where nearly all were equal bit for bit, a few roundings are the bound.
+    request has some; but a few roundings are no finding, since longer sequences and larger batches may take paths that no
+    fresh request took. Where nearly all were equal bit for bit, these roundings are the bound.
 
     KV in a coarse type, such as fp8, differs by a whole step in the few numbers rounded to different sides by two
     paths, and is equal in all others; attention takes such a step to all tokens and layers behind. So a layer behind
@@ -291,6 +293,10 @@ class Noise:
         elif source.role is not Role.STATE:
             window = min(known.window, max(self._medians[region, source.name].bound, self._least.window))
             known = replace(known, window=window)
+            if not self.requests:
+                # Roundings of layers add up like random ones.
+                other = self._unseen(source, growth=0.5)
+                known = known.wider(Bound(other, other))
         quarters = source.role is not Role.STATE and source.layer < self._unlike
         quarter = max(known.token, 2 * roundoff) if quarters else torch.inf
         if not roundoff:
@@ -312,11 +318,11 @@ class Noise:
                 window = margin * float(windows.max()) if windows.numel() else 0.0
                 self._raise(errors.region, source, Bound(window, margin * float(tokens.max())))
 
-    def _unseen(self, source: KVSource) -> float:
-        """Largest error by roundings on paths that no fresh request took."""
+    def _unseen(self, source: KVSource, growth: float = 1.0) -> float:
+        """Largest error by roundings on paths that no fresh request took. growth: exponent of the layers before."""
         if source.role is Role.STATE:
             return self._least.window * UNSEEN_ROUNDINGS**2 * (source.layer + 1)
-        return self._least.window * (UNSEEN_ROUNDINGS * source.layer or 1.0)
+        return self._least.window * (UNSEEN_ROUNDINGS * source.layer**growth or 1.0)
 
     def _raise(self, region: str, source: KVSource, least: Bound) -> None:
         self._bounds[region, source.name] = self._bounds.get((region, source.name), self._least).wider(least)
