@@ -204,8 +204,25 @@ SGLANG_ON_GPU: dict[str, dict[str, Any]] = {
 }
 """Options of `engines.driver.Engine`, beside those of `engines.gpu_models.GPU_DEFAULTS`."""
 
+MANY_LONG = Shape(prompt=2500, new=150, requests=40, burst=40, gap=60, aborts=0.05, vocabulary=30000)
+"""Prompts of all lengths up to thousands of tokens, and as many decodes at a time as there are requests: kernels take other
+paths there."""
+LARGE: dict[str, Any] = dict(
+    max_total_tokens=65536, chunked_prefill_size=2048, max_running_requests=48, cuda_graph_max_bs_decode=48,
+    disable_overlap_schedule=False,
+)  # fmt: skip
+SGLANG_MANY_LONG: dict[str, dict[str, Any]] = {
+    "many_long": {},
+    "window_long": {"model": "gpu_cohere2"},
+    "fp8_long": {"page_size": 16, "kv_cache_dtype": "fp8_e4m3"},
+    "mla_long": {"model": "gpu_deepseek_v2"},
+}
+
 
 def _sglang_on_gpu() -> Iterator[tuple[str, Setup]]:
     for name, options in SGLANG_ON_GPU.items():
         made = {"device": "cuda", "model": "gpu_llama", **options}
         yield name, Setup("sglang", "", made, {}, replace(SHORT_DECODES, vocabulary=30000), compare=20)
+    for name, options in SGLANG_MANY_LONG.items():
+        made = {"device": "cuda", "model": "gpu_llama", **LARGE, **options}
+        yield name, Setup("sglang", "", made, {}, MANY_LONG, compare=20)

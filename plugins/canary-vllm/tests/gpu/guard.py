@@ -5,6 +5,7 @@ engine without Canary.
     python3 guard.py small graphs window hybrid mla fp8 ngram offload     # FEATUREs; 8b, lmcache and chunks, too
     python3 guard.py eagle draft mamba gdn conv piecewise int8            # drafts, states, torch.compile, scales
     CANARY_STORE_CHECK=true python3 guard.py small piecewise mla ngram    # any setting of Canary's, for all of them
+    CANARY_RECOMPUTE=100% python3 guard.py hybrid mla --clean             # clean traffic alone, and second computations
     python3 guard.py tp2 pp2 dp2 hybrid-tp2 mla-tp2 ngram-tp2             # two GPUs
     python3 guard.py small ngram hybrid --device cpu                      # a check that the script runs; all but pp2
                                                                           # and dp2, which vLLM does not run there
@@ -12,6 +13,8 @@ engine without Canary.
 Each feature is two engines one after the other, each in a process of its own: a guarded one, and one without Canary
 that serves the same prompts. ``GUARD_POOL_GIB`` (8) is the size of its pool on a GPU, ``GUARD_POKES`` (12) how many
 bits are flipped. Some 10 s an engine on a machine that has run one before, 45 s for the first.
+With ``--clean`` nothing is broken, the traffic comes ``GUARD_ROUNDS`` (2) times, and there is no engine without Canary:
+where a second computation is in a batch, other tokens may be as likely.
 Prints a table at the end; raw results go to ``$OUT/guard-FEATURE.json``. Exits with 1 if anything is not as it should.
 """
 
@@ -181,6 +184,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 POKES = int(os.environ.get("GUARD_POKES", "12"))
+ROUNDS = int(os.environ.get("GUARD_ROUNDS", "2"))
 POOL_GIB = int(os.environ.get("GUARD_POOL_GIB", "8"))
 DEVICE = os.environ.get("GUARD_DEVICE", "cuda")
 
@@ -495,6 +499,16 @@ class Served:
         return done
 
 
+def clean_child(feature: str) -> None:
+    """A guarded engine in this process, of which nothing is broken: what was told, as a file."""
+    served = Served(feature)
+    for _ in range(ROUNDS):
+        served.traffic()
+    (OUT / f"{feature}-clean.json").write_text(json.dumps({"clean": served.llm.collective_rpc(told)}))
+    print("DONE", flush=True)
+    os._exit(0)
+
+
 def child(feature: str, guarded: bool) -> None:
     """One engine in this process: its results as a file."""
     began = time.time()
@@ -532,8 +546,9 @@ def entry_point_folder() -> Path:
     return folder
 
 
-def run(feature: str, guarded: bool, limit_s: int) -> dict[str, Any]:
-    """One engine in a process of its own."""
+def run(feature: str, how: str, limit_s: int) -> dict[str, Any]:
+    """One engine in a process of its own: ``guarded``, ``plain`` or ``clean``."""
+    guarded = how != "plain"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_")} | ENVIRONMENT
     environment |= LMCACHE if feature == "lmcache" else {}
     path = [str(entry_point_folder()), str(HERE), environment.get("PYTHONPATH", "")]
@@ -551,8 +566,8 @@ def run(feature: str, guarded: bool, limit_s: int) -> dict[str, Any]:
         # Else a decode's state is compared every 256th step.
         environment.setdefault("CANARY_STATE_INTERVAL", "1")
     ranks = RANKS.get(feature, 1)
-    names = [f"{feature}-{'guarded' if guarded else 'plain'}{rank if ranks > 1 else ''}" for rank in range(ranks)]
-    arguments = [sys.executable, __file__, feature, "--child", "guarded" if guarded else "plain"]
+    names = [f"{feature}-{how}{rank if ranks > 1 else ''}" for rank in range(ranks)]
+    arguments = [sys.executable, __file__, feature, "--child", how]
     running = []
     for rank, name in enumerate(names):
         (OUT / f"{name}.json").unlink(missing_ok=True)
@@ -584,6 +599,25 @@ def _expected(feature: str, event: dict[str, Any]) -> bool:
     # bfloat16 KV lies in AMX's tiles there.
     tiles = feature == "gdn" and DEVICE == "cpu"
     return bool(tiles and event["event"] == "coverage" and "its layout is not known" in event["summary"])
+
+
+COUNTS = {
+    "recomputed": "recomputed_requests", "same": "recompute_same", "differs": "recompute_differs",
+    "unjudged": "recompute_unjudged", "left_out": "recompute_left_out", "looks": "attention_looks",
+}  # fmt: skip
+
+
+def clean_row(feature: str, served: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table of `clean_child`, by rank."""
+    if "failed" in served:
+        print(served["failed"], flush=True)
+        return {"feature": feature, "ok": False}
+    clean = served["clean"]
+    false = [violation for one in clean for violation in one["violations"]]
+    counted = {name: [one["stats"].get(counter, 0) for one in clean] for name, counter in COUNTS.items()}
+    forwards = [one["stats"].get("forwards") for one in clean]
+    row = {"feature": feature, "ok": not false, "forwards": forwards, "false": len(false), **counted}
+    return {**row, "first_false": false[:3]}
 
 
 def judge(feature: str, guarded: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
@@ -639,24 +673,32 @@ def main() -> None:
     parser.add_argument("features", nargs="+", choices=[*FEATURES])
     parser.add_argument("--device", default=DEVICE, choices=("cuda", "cpu"))
     parser.add_argument("--limit-s", type=int, default=280, help="most seconds of one engine")
+    parser.add_argument("--clean", action="store_true", help="nothing is broken")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     DEVICE = args.device
     OUT.mkdir(parents=True, exist_ok=True)
     if args.child:
+        if args.child == "clean":
+            clean_child(args.features[0])
         child(args.features[0], args.child == "guarded")
         return
     rows = []
     for feature in args.features:
-        row = judge(feature, run(feature, True, args.limit_s), run(feature, False, args.limit_s))
+        if args.clean:
+            row = clean_row(feature, run(feature, "clean", args.limit_s))
+        else:
+            row = judge(feature, run(feature, "guarded", args.limit_s), run(feature, "plain", args.limit_s))
         (OUT / f"guard-{feature}.json").write_text(json.dumps(row, indent=1))
         print(json.dumps(row, indent=1), flush=True)
         rows.append(row)
     columns = {"feature": 9, "ok": 5, "forwards": 12, "false": 5, "flips": 7, "faults": 6, "others": 6, "same": 5}
-    print("\n" + " ".join(f"{name:>{width}}" for name, width in columns.items()) + " coverage")
+    if args.clean:
+        columns = {"feature": 10, "ok": 5, "forwards": 12, "false": 5} | dict.fromkeys(COUNTS, 10)
+    print("\n" + " ".join(f"{name:>{width}}" for name, width in columns.items()) + " coverage" * (not args.clean))
     for row in rows:
         cells = " ".join(f"{row.get(name)!s:>{width}}" for name, width in columns.items())
-        print(f"{cells} {row.get('coverage')}")
+        print(f"{cells} {row.get('coverage', '')}")
     sys.exit(0 if all(row["ok"] for row in rows) else 1)
 
 
