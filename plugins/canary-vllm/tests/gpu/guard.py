@@ -95,7 +95,8 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "chunked": ("llama", dict(GRAPHS, max_num_batched_tokens=128, max_num_seqs=16)),
-    "preempt": ("llama", dict(GRAPHS, num_gpu_blocks_override=200)),
+    # A little more than the longest request may take, and half of what the traffic would.
+    "preempt": ("llama", dict(GRAPHS, num_gpu_blocks_override=520)),
     "offload": ("llama", dict(EAGER, **OFFLOAD)),
     "lmcache": (
         "llama",
