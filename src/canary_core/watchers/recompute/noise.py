@@ -29,15 +29,18 @@ MARGIN = 2.0
 number is rounded, where another path rounds some."""
 STATES_MARGIN = 2.0
 """The same again for recurrent states: errors of their smallest rows are spread further than those of tokens."""
-MEDIANS_MARGIN = 8.0
-"""Bound of a median, as a multiple of the largest one of fresh requests, where all of these have some and few single
-tokens are further off. Of thousands of requests of a model none was more than 5 times as far off as the median one."""
+MEDIANS_MARGINS = 4.0, 8.0
+"""Least and most of a bound of a median, as multiples of the largest one of fresh requests, where all of these have
+some and few single tokens are further off. Of thousands of requests of a model none was more than 5 times as far off as
+the median one."""
 FEW_TOKENS = 1 / 32
 """Share of tokens called few."""
-UNSEEN_ROUNDINGS = 4.0
+UNSEEN_ROUNDINGS, COMPRESSED_ROUNDINGS = 4.0, 8.0
 """Error in the layer behind the first one, in roundings, taken for noise of paths that no fresh request took: kernels
-divide the work otherwise in longer sequences and other batches. It grows with the root of the layers, and as their
-number where fresh requests were equal bit for bit. In states, the square."""
+divide the work otherwise in longer sequences and other batches. The second number is that of compressed KV. In states,
+the square of the first."""
+UNSEEN_LAYERS = 8
+"""It grows as the number of layers up to this one, and as the root of it behind."""
 UNLIKE = 1 / MARGIN
 """An error too large for noise: a bound learnt from such errors would be the size of the KV, and hide anything."""
 
@@ -128,7 +131,7 @@ class Bound:
 @dataclass(slots=True)
 class _Medians:
     """Medians of a source in fresh requests. most: the largest one; requests: number with a median above 0, and of
-    others, exact. far: of ``tokens`` those further off than `MEDIANS_MARGIN` times the largest median until then."""
+    others, exact. far: of ``tokens`` those further off than `MEDIANS_MARGINS` allow for the largest median so far."""
 
     most: float = 0.0
     requests: int = 0
@@ -143,13 +146,12 @@ class _Medians:
         self.requests += most > 0
         self.exact += most == 0
         self.tokens += tokens.numel()
-        self.far += int((tokens > MEDIANS_MARGIN * self.most).sum())
+        self.far += int((tokens > MEDIANS_MARGINS[1] * self.most).sum())
 
     @property
-    def bound(self) -> float:
-        """Of a median, infinite where too little is known."""
-        enough = self.requests >= PAIRED_REQUESTS and not self.exact and self.far <= FEW_TOKENS * self.tokens
-        return MEDIANS_MARGIN * self.most if enough else torch.inf
+    def dense(self) -> bool:
+        """Whether the paths of the requests rounded otherwise in nearly all tokens."""
+        return self.requests >= PAIRED_REQUESTS and not self.exact and self.far <= FEW_TOKENS * self.tokens
 
 
 def windows(values: Tensor) -> tuple[list[int], Tensor]:
@@ -168,8 +170,8 @@ class Noise:
     computations of others); and, where the engine can, of one with one more rounding of all KV read by attention, which
     stands for paths not taken by fresh requests, such as larger batches with other roundings. Where it can't, single
     tokens bound the medians, no layer being more exact than those before it, and medians of KV do where each fresh
-    request has some; but a few roundings are no finding, since longer sequences and larger batches may take paths that no
-    fresh request took. Where nearly all were equal bit for bit, these roundings are the bound.
+    request has some. Where one had none, longer sequences and larger batches may take paths that no fresh request took:
+    a few roundings are no finding there.
 
     KV in a coarse type, such as fp8, differs by a whole step in the few numbers rounded to different sides by two
     paths, and is equal in all others; attention takes such a step to all tokens and layers behind. So a layer behind
@@ -287,17 +289,15 @@ class Noise:
         known = self._bounds.get((region, source.name))
         if known is None or (source.role is Role.STATE and self._of_states and self.lacks_states):
             return None
-        unseen = self._unseen(source)
-        if self.equal:
+        unseen, medians = self._unseen(source), self._medians[region, source.name]
+        of_kv = source.role is not Role.STATE
+        if of_kv and medians.dense:
+            least, most = (margin * medians.most for margin in MEDIANS_MARGINS)
+            window = max(min(known.window, most), least, self._least.window)
+            known = Bound(window, max(known.token, window))
+        elif self.equal or (of_kv and not self.requests):
             known = known.wider(Bound(unseen, unseen))
-        elif source.role is not Role.STATE:
-            window = min(known.window, max(self._medians[region, source.name].bound, self._least.window))
-            known = replace(known, window=window)
-            if not self.requests:
-                # Roundings of layers add up like random ones.
-                other = self._unseen(source, growth=0.5)
-                known = known.wider(Bound(other, other))
-        quarters = source.role is not Role.STATE and source.layer < self._unlike
+        quarters = of_kv and source.layer < self._unlike
         quarter = max(known.token, 2 * roundoff) if quarters else torch.inf
         if not roundoff:
             return replace(known, quarter=quarter)
@@ -318,11 +318,13 @@ class Noise:
                 window = margin * float(windows.max()) if windows.numel() else 0.0
                 self._raise(errors.region, source, Bound(window, margin * float(tokens.max())))
 
-    def _unseen(self, source: KVSource, growth: float = 1.0) -> float:
-        """Largest error by roundings on paths that no fresh request took. growth: exponent of the layers before."""
+    def _unseen(self, source: KVSource) -> float:
+        """Largest error by roundings on paths that no fresh request took."""
         if source.role is Role.STATE:
             return self._least.window * UNSEEN_ROUNDINGS**2 * (source.layer + 1)
-        return self._least.window * (UNSEEN_ROUNDINGS * source.layer**growth or 1.0)
+        roundings = COMPRESSED_ROUNDINGS if source.half == "kv" else UNSEEN_ROUNDINGS
+        layers = min(source.layer, (UNSEEN_LAYERS * source.layer) ** 0.5)
+        return self._least.window * (roundings * layers or 1.0)
 
     def _raise(self, region: str, source: KVSource, least: Bound) -> None:
         self._bounds[region, source.name] = self._bounds.get((region, source.name), self._least).wider(least)
