@@ -23,6 +23,17 @@ def small():
 
 
 @pytest.fixture(scope="module")
+def sixteen():
+    """An engine in bfloat16, of whose layers the heads of attention give a large part: what one gives is above noise
+    where it is a few per cent off."""
+    from vllm_on_cpu.attention_types import checkpoint
+    from vllm_on_cpu.engine import SmallEngine
+
+    model, options = checkpoint("llama", layers=3, initializer_range=0.2), dict(num_gpu_blocks_override=48)
+    return SmallEngine(model, load_format="auto", dtype="bfloat16", max_num_seqs=12, **options)
+
+
+@pytest.fixture(scope="module")
 def adapters(small):
     """Three, by name."""
     return verified.adapters(small.runner.model_config.model, "abc")
@@ -56,6 +67,22 @@ def test_a_length_one_short_in_decode_is_told_where_the_decode_begins(small):
         verified.finish(small)
         assert [one.verdict for one in answers] == ["differs", "same"]
         assert told(guard, Kind.READ_LENGTH) == [(1, len(prompt), "ill", "attention")]
+
+
+@pytest.mark.parametrize("engine", ["small", "sixteen"])
+def test_a_decode_kernel_that_adds_noise_in_one_head_is_told_where_the_decode_begins(engine, request):
+    """5 % in layer 0, for one request of a batch, the first time it is computed again; the one beside it is well, and
+    so are others with the same prompts before and after."""
+    small, prompt, other = request.getfixturevalue(engine), verified.prompt("noisy"), verified.prompt("beside")
+    with guarded.guard(small, **QUIET) as guard:
+        verified.teach(small)
+        for name in ("before", "ill", "after"):
+            with verified.noisy_head(small, "ill"):
+                verified.begin(small, verified.DECODED, {name: prompt, f"beside {name}": other})
+            answers = verified.verify(small, name, f"beside {name}")
+            verified.finish(small)
+            assert [one.verdict for one in answers] == ["differs" if name == "ill" else "same", "same"]
+            assert told(guard) == ([] if name == "before" else [(1, len(prompt), "ill", "attention")])
 
 
 def test_a_length_one_short_in_a_later_chunk_is_told_where_the_chunk_begins(small):

@@ -158,6 +158,16 @@ def states(small: SmallEngine, request: str, layer: int) -> list[torch.Tensor]:
     raise AssertionError(f"layer {layer} has no states")
 
 
+def decoded(small: SmallEngine, request: str) -> int | None:
+    """The row that ``request`` has in a batch in which it decodes."""
+    names = small.runner.input_batch.req_ids
+    if request not in names:
+        return None
+    row = names.index(request)
+    first, end = small.runner.query_start_loc.cpu[row : row + 2].tolist()
+    return int(first) if end - first == 1 else None
+
+
 @contextmanager
 def idle_state(small: SmallEngine, layer: int, request: str) -> Iterator[None]:
     """Decodes leave the states of ``request`` in ``layer`` as they were."""
@@ -165,9 +175,7 @@ def idle_state(small: SmallEngine, layer: int, request: str) -> Iterator[None]:
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(*args: Any, **kwargs: Any) -> Any:
-            names = runner.input_batch.req_ids
-            row = names.index(request) if request in names else None
-            if row is None or int(runner.query_start_loc.cpu[row : row + 2].diff()) != 1:
+            if decoded(small, request) is None:
                 return forward(*args, **kwargs)
             before = [state.clone() for state in states(small, request, layer)]
             made = forward(*args, **kwargs)
@@ -295,6 +303,26 @@ def garbage_in_short_decodes(small: SmallEngine, most: int) -> Iterator[None]:
         return wrong
 
     with _patched(runner.get_model().model.layers[0].self_attn, "forward", make):
+        yield
+
+
+@contextmanager
+def noisy_head(small: SmallEngine, request: str) -> Iterator[None]:
+    """Where ``request`` decodes, the output of one head of layer 0 has 5 % of noise in it."""
+    attention, numbers = small.runner.get_model().model.layers[0].self_attn.attn, torch.Generator().manual_seed(3)
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            made, row = forward(*args, **kwargs), decoded(small, request)
+            if row is not None:
+                head = made[row].view(attention.num_heads, -1)[0]
+                noise = torch.randn(head.shape, generator=numbers).to(head.dtype)
+                head += 0.05 * head.norm() / noise.norm() * noise
+            return made
+
+        return wrong
+
+    with _patched(attention, "forward", make):
         yield
 
 
