@@ -44,24 +44,10 @@ def engines() -> Callable[..., SmallEngine]:
     return make
 
 
-def layers(small: SmallEngine) -> list[Any]:
-    """vLLM's own, in order."""
-    every = small.runner.compilation_config.static_forward_context
-    return [every[name] for name in sorted(every) if hasattr(every[name], "impl")]
-
-
-def rescale(layer: Any, patch: pytest.MonkeyPatch) -> None:
-    """Two per cent too large; the prefills of MLA have it in an object for all layers."""
-    patch.setattr(layer.impl, "scale", layer.impl.scale * 1.02)
-    right = getattr(layer.impl, "forward_mha", None)
-    if right is not None:
-        patch.setattr(layer.impl, "forward_mha", lambda q, *rest, **more: right(q * 1.02, *rest, **more))
-
-
 def every_layer(small: SmallEngine, name: str) -> list[Any]:
     """Verifications of a request, one for each layer."""
     verified.begin(small, 20, {name: verified.prompt(name, 90)})
-    answers = [verified.verify(small, name)[0] for _ in layers(small)]
+    answers = [verified.verify(small, name)[0] for _ in verified.layers(small)]
     verified.finish(small)
     return answers
 
@@ -82,19 +68,19 @@ def answers_after(
 
 def scale(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
     """Two per cent too large, in one layer."""
-    rescale(layers(small)[1], patch)
+    verified.rescale(verified.layers(small)[1], patch.setattr)
 
 
 def window(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
     """One token shorter than the configuration says."""
-    for layer in layers(small):
+    for layer in verified.layers(small):
         if layer.sliding_window is not None:
             patch.setattr(layer.impl, "sliding_window", layer.impl.sliding_window - 1)
 
 
 def head(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
     """Each group of heads reads the other group's keys and values."""
-    kind = type(layers(small)[0].impl)
+    kind = type(verified.layers(small)[0].impl)
     right = kind.forward
 
     def wrong(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +91,7 @@ def head(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
 
 def values(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
     """K and V are exchanged when they are stored."""
-    kind = type(layers(small)[0].impl)
+    kind = type(verified.layers(small)[0].impl)
     right = kind.do_kv_cache_update
     patch.setattr(kind, "do_kv_cache_update", lambda self, layer, k, v, *rest: right(self, layer, v, k, *rest))
 
@@ -166,12 +152,14 @@ def test_clean_traffic_is_never_blamed_and_answers_stay_the_same(kind, more, eng
         assert (stats["attention_layers"], "attention_differs" in stats) == (LAYERS, False)
         assert stats["attention_looks"] >= 2 * LAYERS
         assert guard.findings.violations == []
-        assert all("forward" not in vars(layer.impl) and "forward_impl" not in vars(layer) for layer in layers(small))
+        assert all(
+            "forward" not in vars(layer.impl) and "forward_impl" not in vars(layer) for layer in verified.layers(small)
+        )
 
 
 def projected(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
     """Each head of one layer of MLA has the keys and values that another head projects."""
-    layer = layers(small)[1]
+    layer = verified.layers(small)[1]
 
     def project(rows: Any) -> tuple[Any]:
         made = layer.kv_b_proj(rows)[0]
@@ -182,7 +170,7 @@ def projected(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
 
 def compressed(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
     """One number of the compressed KV of one layer is stored half as large again."""
-    impl = layers(small)[1].impl
+    impl = verified.layers(small)[1].impl
     right = impl.do_kv_cache_update
 
     def store(rows: Any, *rest: Any) -> None:
@@ -218,7 +206,7 @@ def scaled(layer: Any, **scales: float) -> Any:
 
 def stored(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
     """K of one layer is stored under a scale 1.5 times the layer's."""
-    wrong = layers(small)[1]
+    wrong = verified.layers(small)[1]
     kind = type(wrong.impl)
     right = kind.do_kv_cache_update
 
@@ -231,7 +219,7 @@ def stored(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
 
 def read(small: SmallEngine, patch: pytest.MonkeyPatch) -> None:
     """K of one layer is read under a scale 1.05 times the layer's."""
-    wrong = layers(small)[1]
+    wrong = verified.layers(small)[1]
     kind = type(wrong.impl)
     right = kind.forward
 
@@ -249,7 +237,7 @@ def test_a_wrong_scale_of_fp8_is_found_and_its_layer_named(more, fault, rule, en
     """Each layer has scales of its own. Whoever stores or reads K of one layer by another one is told, as is the scale
     of its products; and nothing before."""
     small = engines("llama", layers=LAYERS, **more)
-    for number, layer in enumerate(layers(small)):
+    for number, layer in enumerate(verified.layers(small)):
         monkeypatch.setattr(layer, "_k_scale_float", 0.3 + 0.1 * number)
         monkeypatch.setattr(layer, "_v_scale_float", 0.7 - 0.1 * number)
     after, findings = answers_after(small, fault, monkeypatch)
@@ -267,8 +255,8 @@ def test_each_known_type_computes_what_its_rule_says(kind, engines, monkeypatch)
     small = engines(kind)
     with guarded.guard(small, **QUIET):
         clean = every_layer(small, "clean")
-        for layer in layers(small):
-            rescale(layer, monkeypatch)
+        for layer in verified.layers(small):
+            verified.rescale(layer, monkeypatch.setattr)
         wrong = every_layer(small, "wrong")
     assert [(answer.attention.layer, answer.attention.deviation) for answer in clean] == [(0, None), (1, None)]
     assert {answer.attention.deviation for answer in wrong} == {"scale"}
@@ -284,7 +272,7 @@ def graph(engines, monkeypatch) -> Iterator[SmallEngine]:
     """An engine whose attention is computed without a call of its implementation's method, as where a graph is
     replayed."""
     small = engines("llama", layers=LAYERS)
-    kind = type(layers(small)[0])
+    kind = type(verified.layers(small)[0])
     right = kind.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

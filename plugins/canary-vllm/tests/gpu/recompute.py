@@ -77,28 +77,12 @@ def stale(small: Any, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def rescaled(small: Any) -> Iterator[None]:
-    """The softmax scale of layer 1 is 2 % too large in all that is not a graph."""
-    impl = layers(small)[1].impl
-    names = [name for name in ("scale", "softmax_scale") if hasattr(impl, name)]
-    kept = {name: getattr(impl, name) for name in names}
-    right = getattr(impl, "forward_mha", None)
-    for name, scale in kept.items():
-        setattr(impl, name, scale * 1.02)
-    if right is not None:
-        impl.forward_mha = lambda q, *rest, **more: right(q * 1.02, *rest, **more)
-    try:
-        yield
-    finally:
-        vars(impl).update(kept)
-        vars(impl).pop("forward_mha", None)
-
-
-@contextmanager
 def exchanged(small: Any) -> Iterator[None]:
     """K and V of layer 1 are exchanged where they are stored, in all that is not a graph; of compressed KV one number
     is stored half as large again."""
-    impl = layers(small)[1].impl
+    from vllm_on_cpu import verified
+
+    impl = verified.layers(small)[1].impl
     right = impl.do_kv_cache_update
 
     def store(*args: Any, **more: Any) -> None:
@@ -114,12 +98,6 @@ def exchanged(small: Any) -> Iterator[None]:
         yield
     finally:
         del impl.do_kv_cache_update
-
-
-def layers(small: Any) -> list[Any]:
-    """vLLM's own, in order."""
-    every = small.runner.compilation_config.static_forward_context
-    return [every[name] for name in sorted(every) if hasattr(every[name], "impl")]
 
 
 class Shown:
@@ -147,7 +125,7 @@ class Shown:
         from vllm_on_cpu import verified
 
         verified.begin(self.small, 20, {name: verified.prompt(name, tokens)})
-        answers = [verified.verify(self.small, name)[0] for _ in layers(self.small)]
+        answers = [verified.verify(self.small, name)[0] for _ in verified.layers(self.small)]
         verified.finish(self.small)
         return answers
 
@@ -252,6 +230,7 @@ def one_layer(*deviations: str) -> Callable[[list[Any]], bool]:
 def show(setup: str) -> int:
     """All of one setup, in this process."""
     import torch
+    from vllm_on_cpu import verified
 
     shown = Shown(setup)
     steps: dict[str, Callable[[], None]] = {"nothing": shown.clean, "hit": shown.hit}
@@ -262,7 +241,7 @@ def show(setup: str) -> int:
     if setup not in ("fp8", "int8"):
         # Attention over such KV has no reference on a GPU.
         steps |= {
-            "scale": lambda: shown.broken("scale", rescaled(shown.small), one_layer("scale")),
+            "scale": lambda: shown.broken("scale", verified.rescaled(shown.small), one_layer("scale")),
             "exchanged": lambda: shown.broken("exchanged", exchanged(shown.small), one_layer("keys", "values")),
             "mended": lambda: shown.broken("mended", nullcontext(), no_layer),
         }

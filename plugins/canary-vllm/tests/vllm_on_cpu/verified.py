@@ -5,9 +5,10 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from canary_vllm.hooks import HOOKS
@@ -144,6 +145,32 @@ def teach(small: SmallEngine, seed: object = 0, tokens: int = 30) -> None:
         small.core.abort_requests(names)
         finish(small)
     raise AssertionError("the noise is not known after 80 fresh requests")
+
+
+def layers(small: SmallEngine) -> list[Any]:
+    """vLLM's own layers of attention, in order."""
+    every = small.runner.compilation_config.static_forward_context
+    return [every[name] for name in sorted(every) if hasattr(every[name], "impl")]
+
+
+def rescale(layer: Any, put: Callable[[Any, str, Any], object]) -> None:
+    """The softmax scale of ``layer`` is 2 % too large in all that is not a graph; the prefills of MLA have it in an
+    object for all layers. put: a ``setattr`` that somebody undoes."""
+    impl = layer.impl
+    for name in ("scale", "softmax_scale"):
+        if hasattr(impl, name):
+            put(impl, name, getattr(impl, name) * 1.02)
+    right = getattr(impl, "forward_mha", None)
+    if right is not None:
+        put(impl, "forward_mha", lambda q, *rest, **more: right(q * 1.02, *rest, **more))
+
+
+@contextmanager
+def rescaled(small: SmallEngine) -> Iterator[None]:
+    """The same of layer 1, for a while."""
+    with ExitStack() as undone:
+        rescale(layers(small)[1], lambda *change: undone.enter_context(mock.patch.object(*change)))
+        yield
 
 
 def states(small: SmallEngine, request: str, layer: int) -> list[torch.Tensor]:
