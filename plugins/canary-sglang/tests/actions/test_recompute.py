@@ -73,6 +73,24 @@ def test_broken_engines_are_told_and_the_request_beside_is_well(launch, fault, e
     assert told(done) == [expected]
 
 
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.takes_turns("the same in float32"))]
+)
+def test_noise_of_a_decode_kernel_is_told_by_one_recompute(launch, dtype):
+    """5 % in one of four heads of one layer: in the layer behind, from the first decode on; in bfloat16 a few tokens
+    later, since the noise of a single token may be less than a rounding. Before nothing is told, nor after."""
+    engine = launch({"options": {**OPTIONS, "dtype": dtype}}, **ASKED)
+    done = engine.recompute_broken(fault="noisy_head", tokens=50)
+    assert done["before"] == []
+    assert done["verdicts"] == ["differs", "same"], done["answers"]
+    ((layer, position, request, rule),) = told(done)
+    assert (layer, request, rule) == (1, "ill", "attention")
+    assert 50 <= position <= (50 if dtype == "float32" else 54)
+    after = engine.attention_verified(tokens=50)
+    assert {one["verdict"] for one in after["answers"]} == {"same"}
+    assert after["violations"] == []
+
+
 def test_bytes_that_changed_are_in_the_answer(launch):
     """One bit of one token, of which the numbers say nothing: the answer is no ``same``, and the finding is told."""
     engine = launch({"options": OPTIONS}, **{**ASKED, "CANARY_BYTES": "all"})

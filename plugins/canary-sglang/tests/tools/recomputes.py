@@ -82,13 +82,14 @@ def _done(engine: Any, first: int, sent: dict[str, Any]) -> dict[str, Any]:
 
 def recompute_broken(engine: Any, fault: str, tokens: int) -> dict[str, Any]:
     """Once the noise is known: a request ``ill`` that the engine computes wrongly, and another, both verified; see
-    `FAULTS`. Gives verdicts and findings, and where a fault of one token was."""
+    `FAULTS`. Gives verdicts and findings, those of before apart, and where a fault of one token was."""
     teach(engine)
-    findings(engine)
+    before = findings(engine)["violations"]
     at = FAULTS[fault](engine, prompt(fault, tokens))
     answers = verify(engine, "ill", "well")
     finish(engine, "ill", "well")
-    return {"at": at, "verdicts": [one["verdict"] for one in answers], "answers": answers, **findings(engine)}
+    verdicts = [one["verdict"] for one in answers]
+    return {"at": at, "before": before, "verdicts": verdicts, "answers": answers, **findings(engine)}
 
 
 def recompute_aborted(engine: Any, tokens: int, how: str) -> dict[str, Any]:
@@ -216,6 +217,32 @@ def _skipped_layer(engine: Any, tokens: list[int]) -> None:
             del part.forward
 
 
+def _noisy_head(engine: Any, tokens: list[int]) -> None:
+    """Where ``ill`` decodes, one of layer 0's heads of queries gives 5 % of noise, token by token."""
+    rows: list[slice] = []
+    attention = engine.runner.model.model.layers[0].self_attn.attn
+    random = torch.Generator().manual_seed(3)
+
+    def noisy(*args: Any, **kwargs: Any) -> Any:
+        made = type(attention).forward(attention, *args, **kwargs)
+        for new in rows:
+            head = made.view(len(made), attention.tp_q_head_num, -1)[new, 1]
+            noise = torch.randn(head.shape, generator=random).to(head.dtype)
+            head += noise * (0.05 * head.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True))
+        return made
+
+    def decodes(batch: Any, row: int, new: slice) -> None:
+        if batch.forward_mode.is_decode():
+            rows.append(new)
+
+    attention.forward = noisy
+    try:
+        with _before_forwards(engine, decodes, rows.clear):
+            begin(engine, {"ill": tokens, "well": tokens[::-1]}, DECODED)
+    finally:
+        del attention.forward
+
+
 def _changed_scale(engine: Any, tokens: list[int]) -> None:
     """K of layer 1 is stored under a scale that it had not when the prefix was; then a hit. SGLang's attention of a CPU
     gives the pool no scales, others do."""
@@ -314,6 +341,7 @@ FAULTS: dict[str, Callable[[Any, list[int]], int | None]] = {
     "changed_norm": _changed_norm,
     "short_decodes": _short_decodes,
     "skipped_layer": _skipped_layer,
+    "noisy_head": _noisy_head,
     "changed_scale": _changed_scale,
     "flipped_bit": _flipped_bit,
     "short_window": _short_window,
