@@ -121,7 +121,14 @@ class RecomputePairs:
             from canary_core import RecomputeJudge
 
             self._judge = RecomputeJudge(self._canary, self._rounding, self.whole)
+            self._judge.shared = self._shared
         return self._judge
+
+    def _shared(self) -> Sequence[str]:
+        ledger = self._canary.ledger
+        # Its verdict on what came for the request may be on the host by now.
+        ledger.read()
+        return ledger.shared
 
     def ask(self, request: str | None = None, parked: bool = False) -> "Future[list[Verification]]":
         """Asks for a running request, or (None) for all that run, from any thread; parked: for the prefixes of ended

@@ -106,6 +106,23 @@ def test_pairs_teach_and_judge(pool):
     assert pool.canary.stats()["recomputed_requests"] == 10
 
 
+@pytest.mark.parametrize(
+    ("touches", "verdict"),
+    [((Touch("arrival", 160),), "unjudged"), ((Touch("hit", 32),), "unjudged"), ((), "differs")],
+)
+def test_where_others_store_too_only_a_request_that_computed_all_itself_differs(pool, touches, verdict):
+    """A hit may be of what an origin brought that turned out to be shared; what is the same is the same."""
+    pool.taught()
+    pool.judge.shared = lambda: ["HostStore"]
+    for broken in (False, True):
+        cached, computed = pool.request("request", touches=touches)
+        pool.tensors[1][pool.own[64:]] *= 1 + broken
+        answer = pool.judge.judge(cached, computed)
+        assert answer.verdict == (verdict if broken else "same")
+    assert ("HostStore's, where others store, too" in (answer.reason or "")) == (verdict == "unjudged")
+    assert len(pool.findings.violations) == (verdict == "differs")
+
+
 @pytest.mark.parametrize(("garbage", "tokens"), [(-1.0, 24), (float("inf"), 24), (-1.0, 1)])
 def test_garbage_of_fresh_requests_is_no_noise(garbage, tokens, pool):
     """Half of the requests that teach have garbage in layer 2, as from a kernel that goes wrong from the start. Noise

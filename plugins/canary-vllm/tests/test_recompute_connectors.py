@@ -215,6 +215,54 @@ def test_where_others_store_nothing_is_computed_again(small, store):
         assert guard.findings.violations == []
 
 
+@STEPS
+def test_where_others_turn_out_to_store_a_difference_is_not_told(small, store, wait_steps):
+    """The store is named as private, and another engine, which keeps its KV in fewer bits, has stored there: once a
+    prefix comes that this engine never kept, neither that request nor a hit of it, nor what it left, is blamed. What
+    this engine has stored, and computes, is the same before and after."""
+    foreign, own = verified.prompt("foreign", 3 * BLOCK + 7), verified.prompt("own", 3 * BLOCK + 7)
+    small.renew()
+    verified.begin(small, 2, {"another engine": foreign})
+    verified.finish(small)
+    store.blocks = {
+        prefix: {name: kept.bfloat16().float() for name, kept in layers.items()}
+        for prefix, layers in store.blocks.items()
+    }
+    store.wait_steps = wait_steps
+    alone = {name: value for name, value in QUIET.items() if name not in ("bytes", "ledger")}
+
+    def verdicts(**prompts):
+        small.scheduler.reset_prefix_cache()
+        verified.begin(small, 2, prompts)
+        answers = verified.verify(small, *prompts)
+        verified.finish(small)
+        return [one.verdict for one in answers], {one.reason for one in answers if one.reason}
+
+    with guarded.guard(small, **alone, control="write") as guard:
+        verified.teach(small)
+        assert verdicts(first=own) == (["same"], set())
+        assert verdicts(again=own) == (["same"], set())
+        assert [event.name for event in guard.findings.events if event.name == "ledger_shared"] == []
+        loads = store.loads
+        found, reasons = verdicts(brought=foreign, fresh=verified.prompt("fresh"))
+        assert (found, store.loads) == (["unjudged", "same"], loads + 3)
+        (reason,) = reasons
+        assert "HostStore" in reason
+        assert "others store" in reason
+        (left,) = parked.verify(small, "brought")
+        assert (left.verdict, left.reason) == ("unjudged", reason)
+        # A hit of what was brought, without a load.
+        verified.begin(small, 2, {"hit": foreign})
+        (answer,) = verified.verify(small, "hit")
+        verified.finish(small)
+        assert (answer.verdict, answer.reason) == ("unjudged", reason)
+        assert store.loads == loads + 3
+        assert verdicts(later=own) == (["same"], set())
+        assert told(guard) == []
+        assert [event.name for event in guard.findings.events if event.name == "ledger_shared"] == ["ledger_shared"]
+        assert guard.canary.stats()["recompute_refused"] == 3
+
+
 def files(folder):
     """What a store on a disk has, by name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines.setups import TRITON
 from tools.recompute_verdicts import clean, told
+from tools.recomputes import prompt
 
 PAGE, LAYERS, HALVES = 4, 3, "kv"
 STORAGE = {
@@ -217,3 +219,25 @@ def test_requests_beside_tiers_are_computed_again(launch, tmp_path):
     found = told(store.engine.recompute_traffic(**asked))
     assert found
     assert {(layer, why) for layer, _, _, why in found} == {(0, "brought")}
+
+
+@pytest.mark.beyond_ci("canary-vllm's test of a store that turns out to be shared")
+def test_what_others_have_stored_and_rounded_otherwise_is_not_told(launch, tmp_path):
+    """Files said to be this engine's own hold another engine's KV, which keeps fewer bits: once the ledger knows that
+    (`ledger_shared`), requests with a hit are left without a verdict, and others are the same."""
+    room = {"max_total_tokens": 960, "max_running_requests": 6, "dtype": "float32"}
+    other = Stored(launch, tmp_path, room, CANARY_MODE="off")
+    other.turns(1, 2, 3, 4, 5)
+    for page in other.files():
+        numbers = torch.frombuffer(bytearray(page.read_bytes()), dtype=torch.float32)
+        page.write_bytes(numbers.bfloat16().float().numpy().tobytes())
+    store = Stored(launch, tmp_path, room, CANARY_RECOMPUTE="100%", CANARY_SCRUB_BUDGET="0")
+    fresh = [prompt(f"fresh {n}", 70 + n) for n in range(40)]
+    asked = [one for seed in (1, 2, 3, 4, 5) * 2 for one in prompts(seed)]
+    done = store.engine.recompute_traffic(prompts=[*fresh[:24], *asked, *fresh[24:]], new_tokens=40)
+    reasons = [answer["reason"] for answer in done["answers"] if answer["verdict"] == "unjudged"]
+    assert [event["origin"] for event in store.told("ledger_shared")] == ["HiCacheFile"]
+    assert store.engine.arrivals()["loaded_slots"] > 500
+    assert done["violations"] == []
+    assert sum("others store, too" in reason for reason in reasons) > 10
+    assert [answer["verdict"] for answer in done["answers"]].count("same") > 10

@@ -18,7 +18,7 @@ class Origin:
     shared: others store there, too (a disk of earlier runs, a server of several engines), and their entries are not
     imported before the bytes come. They may have computed the same prefix with other numerics, so a difference proves
     nothing and counts as unknown. An origin that brings a prefix never kept by this engine counts as shared from then
-    on, with a ``ledger_shared`` event.
+    on, with a ``ledger_shared`` event; nor does a recompute tell a difference where KV of the origin may be.
     lossy: bytes may come back changed (quantised, compressed): a difference counts as lossy.
     """
 

@@ -102,6 +102,8 @@ class Ledger:
         self._told_blind: set[str] = set()
         self._told_doubt = 0.0
         self._told_keys = False
+        self.shared: list[str] = []
+        """Names of the origins told by ``ledger_shared`` events, in order."""
 
     def keep(self, region: str, slots: Tensor, page_slots: int) -> None:
         """Keeps the complete blocks of ``page_slots`` slots listed in ``slots`` (integer ``[n]``, on the pool's
@@ -251,6 +253,7 @@ class Ledger:
                     "stored something that canary.ledger.keep was not told; a difference proves nothing any more and "
                     "counts as ledger_unknown"
                 )
+                self.shared.append(origin.name)
                 self._switch.tell(Event("ledger_shared", "warning", {"origin": origin.name, "reason": reason}))
             if ledger.table.doubt.everything and name not in self._told_blind:
                 self._told_blind.add(name)

@@ -37,6 +37,10 @@ FARTHER = (
     "more of its tokens were decoded than of requests from which the noise of recurrent states is known: nothing "
     "differs as far as that is known"
 )
+FOREIGN = (
+    "some of its KV may be {origin}'s, where others store, too, and round otherwise (ledger_shared): a difference "
+    "proves nothing"
+)
 UNCOMPARED = "not compared with it, or its noise is not known, or so large that nearly anything hides"
 FAR_APART = (
     "this engine computed a fresh request twice, and some of its KV is as far apart as that of unrelated tokens: no "
@@ -95,6 +99,9 @@ class RecomputeJudge:
         self.rounding = rounding
         self._told: set[str] = set()
         self._left_out: set[tuple[str, ...]] = set()
+        self.shared: Callable[[], Sequence[str]] = tuple
+        """Gives the names of origins that turned out to be shared (`Ledger.shared`); asked before each difference of a
+        request that has not computed all by itself. Set where an engine has such origins."""
 
     @cached_property
     def noise(self) -> Noise:
@@ -228,6 +235,11 @@ class RecomputeJudge:
             layers = self._layers(errors, bounds)
             wrong = [one for one in layers if one.differs]
             self._canary.count("recompute_own_noise")
+        # A hit, and what an ended request left, may be of what an arrival brought before.
+        foreign = self.shared() if wrong and (cached.touches or cached.parked is not None) else ()
+        if foreign:
+            why = FOREIGN.format(origin=foreign[0])
+            return self.unjudged(cached.request, why, "refused", tokens, layers, missing)
         if farther and not wrong:
             return self.unjudged(cached.request, FARTHER, "noise_unknown", tokens, layers, missing)
         self._canary.count("recompute_differs" if wrong else "recompute_same")
