@@ -7,6 +7,8 @@ import pytest
 from engines.ranks import phase, run, serve, told
 from tools.recomputes import prompt
 
+from canary_adapters.lessons import AT_ONCE
+
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.first]
 
 PLUGIN = ["recomputes = tools.rank_recomputes:install"]
@@ -85,6 +87,28 @@ def test_both_ranks_compute_the_same_requests_again(tmp_path, loop):
         assert counts(folder, rank)["recompute_same"] >= REQUESTS // 2
     (answer,) = map(json.loads, folder.joinpath("answers").read_text().splitlines())
     assert (answer["rank"], [one["verdict"] for one in answer["answers"]]) == (1, ["same", "same"])
+
+
+@BESIDE
+def test_ranks_without_a_fresh_request_learn_from_their_own(tmp_path):
+    """All requests have a hit: both ranks begin, end and judge the same lessons, so that each one has verdicts on its
+    shard; nothing of a lesson is an answer."""
+    head = prompt("head", 48)
+    hits = [[*head, *prompt(f"tail {n}", 20 + 7 * (n % 3))] for n in range(15)]
+    phases = [phase("nothing", [head], 1), *[phase("nothing", hits[n : n + 3], 150) for n in range(0, len(hits), 3)]]
+    plain = serve(tmp_path / "plain", OPTIONS, phases, PLUGIN)
+    folder = tmp_path / "guarded"
+    done = serve(folder, OPTIONS, phases, PLUGIN, **ALL)
+    assert tokens(done) == tokens(plain)
+    assert min(request["cached"] for served in done[1:] for request in served) >= len(head)
+    assert alike(folder)
+    for rank in (0, 1):
+        assert {"disabled", "hooks_left_out", "recompute_off", "reporting_failed"}.isdisjoint(names(folder, rank))
+        assert told(folder, rank, "violation") == []
+        counted = counts(folder, rank)
+        assert counted["recompute_lessons"] >= AT_ONCE
+        assert counted["recompute_taught"] >= AT_ONCE
+        assert counted["recompute_same"] >= len(hits)
 
 
 @BESIDE
