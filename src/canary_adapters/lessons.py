@@ -29,6 +29,7 @@ class Lessons:
     def __init__(self, engine: InternalRequests) -> None:
         self._engine = engine
         self._left, self._done, self._tokens, self._looks = 0, 0, 0, 0
+        self._user_first = False
         self.name: str | None = None
         """Of the present lesson."""
 
@@ -42,10 +43,10 @@ class Lessons:
         """Whether there is a lesson, or is to be."""
         return self.name is not None or self._left > 0
 
-    def due(self, coming: bool) -> bool:
+    def due(self, coming: bool, touched: bool) -> bool:
         """Whether a lesson is to begin at this look. coming: whether an untouched request runs, and may teach after
-        more decodes."""
-        if self.name is not None or not self._left:
+        more decodes. touched: whether a touched request could be computed again in the place of a lesson."""
+        if self.name is not None or not self._left or (touched and self._user_first):
             return False
         self._looks += 1
         return not coming or self._looks > PATIENCE
@@ -77,6 +78,16 @@ class Lessons:
         """The present lesson goes to the workers with this batch."""
         self._done += 1
         self.end()
+
+    def give_up(self, user_first: bool) -> None:
+        """Ends the present lesson too soon. user_first: before the next lesson a request of a user is computed again,
+        though without a verdict."""
+        self.end()
+        self._user_first = user_first
+
+    def began_other(self) -> None:
+        """A second computation of a request or prefix begins."""
+        self._user_first = False
 
     def end(self) -> None:
         """Ends the present lesson."""

@@ -76,8 +76,6 @@ class Recomputes:
         self._left = TEACHING + wanted.verdicts if wanted.verdicts else None
         self._proofs = ParkedProofs(engine, clock)
         self._lessons = Lessons(engine)
-        # After a lesson that ended too soon a request of a user is looked at, though without a verdict.
-        self._user_first = False
         self._wanted: deque[str] = deque()
         self._one: Internal | None = None
         self._numbers = itertools.count(1)
@@ -231,7 +229,7 @@ class Recomputes:
         fresh = [one for one in fit if not self._touched.of(one.name) and one.decoded >= LEAST_TOKENS]
         touched = [one for one in fit if one.beyond_tokens or self._touched.of(one.name)]
         coming = any(not self._touched.of(one.name) for one in running)
-        if fit and not fresh and not (touched and self._user_first) and self._lessons.due(coming):
+        if fit and not fresh and self._lessons.due(coming, bool(touched)):
             self._begin_lesson(fit)
         if self._lessons.name is not None and not fresh:
             return None
@@ -260,8 +258,7 @@ class Recomputes:
     def end_lesson(self) -> None:
         """Ends the present lesson, as where no request of a user is left: the engine rests as it would."""
         if self._lessons.name is not None:
-            self._lessons.end()
-            self._user_first = bool(self._share)
+            self._lessons.give_up(user_first=bool(self._share))
             self._counts["recompute_lessons_ended"] += 1
 
     def _starves(self, how: str, parked: bool = False) -> None:
@@ -310,7 +307,7 @@ class Recomputes:
             self._missed.append(RecomputePair(request, why=why, asked=asked))
             return
         self._one = Internal(name, target, asked, parked=parked)
-        self._user_first = False
+        self._lessons.began_other()
         self.live.add(name)
         if not asked and parked is None:
             self._credit -= target.tokens
