@@ -205,8 +205,8 @@ SGLANG_ON_GPU: dict[str, dict[str, Any]] = {
 """Options of `engines.driver.Engine`, beside those of `engines.gpu_models.GPU_DEFAULTS`."""
 
 MANY_LONG = Shape(prompt=2500, new=150, requests=40, burst=40, gap=60, aborts=0.05, vocabulary=30000)
-"""Prompts of all lengths up to thousands of tokens, and as many decodes at a time as there are requests: kernels take other
-paths there."""
+"""Prompts of all lengths up to thousands of tokens, and as many decodes at a time as there are requests: kernels take
+other paths there."""
 LARGE: dict[str, Any] = dict(
     max_total_tokens=65536, chunked_prefill_size=2048, max_running_requests=48, cuda_graph_max_bs_decode=48,
     disable_overlap_schedule=False,
