@@ -61,10 +61,17 @@ def test_a_few_roundings_of_paths_that_no_fresh_request_took_are_noise(half, lay
     assert (bound.window, bound.token, bound.quarter) == pytest.approx([roundings * ROUNDING] * 3)
 
 
-def test_where_all_tokens_are_off_alike_another_path_may_be_four_times_as_far_off():
-    """The bound of a median, of a token and of a quarter of a window."""
-    noise, known = Noise(ROUNDING), source(KV)
+@pytest.mark.parametrize(
+    ("half", "layer", "usual", "bound"),
+    [
+        ("k", 1, USUAL, 4 * USUAL), ("k", 1, ROUNDING / 10, 4 * ROUNDING), ("v", 16, ROUNDING, 16 * ROUNDING),
+        ("kv", 4, ROUNDING, 16 * ROUNDING), ("v", 0, ROUNDING / 10, ROUNDING),
+    ],
+)  # fmt: skip
+def test_where_all_tokens_are_off_another_path_may_be_four_times_as_far_off(half, layer, usual, bound):
+    """Or a few roundings. The bound of a median, of a token and of a quarter of a window."""
+    noise, known = Noise(ROUNDING), source(KV, layer, half)
     for _ in range(PAIRED_REQUESTS):
-        noise.learn_pair([Errors("kv", [known], range(TOKENS), torch.full((1, TOKENS), USUAL))], decoded=40)
-    bound = noise.bound("kv", known)
-    assert (bound.window, bound.token, bound.quarter) == pytest.approx([4 * USUAL] * 3)
+        noise.learn_pair([Errors("kv", [known], range(TOKENS), torch.full((1, TOKENS), usual))], decoded=40)
+    found = noise.bound("kv", known)
+    assert (found.window, found.token, found.quarter) == pytest.approx([bound] * 3)

@@ -40,7 +40,8 @@ UNSEEN_ROUNDINGS, COMPRESSED_ROUNDINGS = 4.0, 8.0
 divide the work otherwise in longer sequences and other batches. The second number is that of compressed KV. In states,
 the square of the first."""
 UNSEEN_LAYERS = 8
-"""It grows as the number of layers up to this one, and as the root of it behind."""
+"""It grows as the number of layers up to this one, and as the root of it behind; as the root alone where all tokens of
+fresh requests were off."""
 UNLIKE = 1 / MARGIN
 """An error too large for noise: a bound learnt from such errors would be the size of the KV, and hide anything."""
 
@@ -170,8 +171,8 @@ class Noise:
     computations of others); and, where the engine can, of one with one more rounding of all KV read by attention, which
     stands for paths not taken by fresh requests, such as larger batches with other roundings. Where it can't, single
     tokens bound the medians, no layer being more exact than those before it, and medians of KV do where each fresh
-    request has some. Where one had none, longer sequences and larger batches may take paths that no fresh request took:
-    a few roundings are no finding there.
+    request has some. Longer sequences and larger batches may take paths that no fresh request took: a few roundings are
+    no finding, and a few more where some fresh request had no median above 0.
 
     KV in a coarse type, such as fp8, differs by a whole step in the few numbers rounded to different sides by two
     paths, and is equal in all others; attention takes such a step to all tokens and layers behind. So a layer behind
@@ -293,7 +294,7 @@ class Noise:
         of_kv = source.role is not Role.STATE
         if of_kv and medians.dense:
             least, most = (margin * medians.most for margin in MEDIANS_MARGINS)
-            window = max(min(known.window, most), least, self._least.window)
+            window = max(min(known.window, most), least, self._unseen(source, dense=True))
             known = Bound(window, max(known.token, window))
         elif self.equal or (of_kv and not self.requests):
             known = known.wider(Bound(unseen, unseen))
@@ -318,12 +319,12 @@ class Noise:
                 window = margin * float(windows.max()) if windows.numel() else 0.0
                 self._raise(errors.region, source, Bound(window, margin * float(tokens.max())))
 
-    def _unseen(self, source: KVSource) -> float:
-        """Largest error by roundings on paths that no fresh request took."""
+    def _unseen(self, source: KVSource, dense: bool = False) -> float:
+        """Largest error by roundings on paths that no fresh request took. dense: see `_Medians.dense`."""
         if source.role is Role.STATE:
             return self._least.window * UNSEEN_ROUNDINGS**2 * (source.layer + 1)
         roundings = COMPRESSED_ROUNDINGS if source.half == "kv" else UNSEEN_ROUNDINGS
-        layers = min(source.layer, (UNSEEN_LAYERS * source.layer) ** 0.5)
+        layers = source.layer**0.5 * (1.0 if dense else min(source.layer, UNSEEN_LAYERS) ** 0.5)
         return self._least.window * (roundings * layers or 1.0)
 
     def _raise(self, region: str, source: KVSource, least: Bound) -> None:
