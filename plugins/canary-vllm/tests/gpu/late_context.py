@@ -38,9 +38,9 @@ def watch(impl: Any) -> None:
     """Prints lines of each step of this layer."""
     right = impl.forward_mha
 
-    def forward(q: Any, latents: Any, rotated: Any, cache: Any, metadata: Any, *rest: Any, output: Any) -> Any:
-        made = right(q, latents, rotated, cache, metadata, *rest, output=output)
-        prefill = metadata.prefill
+    def forward(q: Any, latents: Any, rotated: Any, cache: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
+        made = right(q, latents, rotated, cache, metadata, *rest, **named)
+        prefill, output = metadata.prefill, named["output"]
         if prefill.chunked_context is None:
             return made
         starts, behind = prefill.query_start_loc.tolist(), prefill.chunked_context.seq_lens.sum(0).tolist()
@@ -63,13 +63,14 @@ def watch(impl: Any) -> None:
 def main() -> None:
     """Prompts of 160 tokens, with 256 tokens a step."""
     import recompute
+    from vllm_on_cpu import verified
     from vllm_on_cpu.attention_types import checkpoint
     from vllm_on_cpu.engine import SmallEngine
 
     kind, more, options = recompute.SETUPS["expanded"]
     options = {**recompute.OPTIONS, **recompute.GRAPHS, **options, "max_num_batched_tokens": 256}
     small = SmallEngine(checkpoint(kind, **{**recompute.SIZES, **more}), **options)
-    watch(recompute.layers(small)[0].impl)
+    watch(verified.layers(small)[0].impl)
     draw = random.Random(1)
     with torch.inference_mode():
         for number in range(5):
