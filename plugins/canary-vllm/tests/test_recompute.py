@@ -34,6 +34,15 @@ def sixteen():
 
 
 @pytest.fixture(scope="module")
+def windowed():
+    """An engine in float32 with one window of 48 tokens in all three layers."""
+    from vllm_on_cpu.attention_types import checkpoint
+    from vllm_on_cpu.engine import SmallEngine
+
+    return SmallEngine(checkpoint("mistral", layers=3), load_format="auto", num_gpu_blocks_override=48)
+
+
+@pytest.fixture(scope="module")
 def adapters(small):
     """Three, by name."""
     return verified.adapters(small.runner.model_config.model, "abc")
@@ -67,6 +76,37 @@ def test_a_length_one_short_in_decode_is_told_where_the_decode_begins(small):
         verified.finish(small)
         assert [one.verdict for one in answers] == ["differs", "same"]
         assert told(guard, Kind.READ_LENGTH) == [(1, len(prompt), "ill", "attention")]
+
+
+def test_a_window_one_short_in_decodes_is_told_where_the_decode_begins(windowed):
+    """Prefills have the right one."""
+    prompt = verified.prompt("window")
+    with guarded.guard(windowed, **QUIET) as guard:
+        verified.teach(windowed, tokens=70)
+        with verified.short_windows(windowed):
+            verified.begin(windowed, verified.DECODED, {"ill": prompt})
+        (ill,) = verified.verify(windowed, "ill")
+        verified.finish(windowed)
+        verified.begin(windowed, verified.DECODED, {"well": prompt})
+        (well,) = verified.verify(windowed, "well")
+        verified.finish(windowed)
+        assert (ill.verdict, well.verdict) == ("differs", "same")
+        assert told(guard) == [(1, len(prompt), "ill", "attention")]
+
+
+def test_positions_one_too_many_behind_a_hit_are_told_where_the_hit_ends(small):
+    """K of layer 0 alone differs first; what the hit brought is right."""
+    prompt = verified.prompt("shifted")
+    with guarded.guard(small, **QUIET) as guard:
+        verified.teach(small)
+        verified.begin(small, 2, {"before": prompt})
+        verified.finish(small)
+        with verified.shifted_positions(small, "ill"):
+            verified.begin(small, verified.DECODED, {"ill": prompt, "well": verified.prompt("well")})
+        answers = verified.verify(small, "ill", "well")
+        verified.finish(small)
+        assert [one.verdict for one in answers] == ["differs", "same"]
+        assert told(guard) == [(0, 64, "ill", "half")]
 
 
 @pytest.mark.parametrize("engine", ["small", "sixteen"])

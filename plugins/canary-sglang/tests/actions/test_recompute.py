@@ -63,6 +63,7 @@ def test_the_overlap_scheduler_is_well(plain, launch):
         pytest.param("changed_norm", (1, 0, "ill", "brought"), marks=pytest.mark.takes_turns("other faults")),
         ("short_decodes", (1, 50, "ill", "attention")),
         ("skipped_layer", (1, 0, "ill", "everywhere")),
+        ("shifted_positions", (0, 50, "ill", "half")),
     ],
 )
 def test_broken_engines_are_told_and_the_request_beside_is_well(launch, fault, expected):

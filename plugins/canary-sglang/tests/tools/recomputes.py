@@ -180,6 +180,19 @@ def _changed_norm(engine: Any, tokens: list[int]) -> None:
     begin(engine, {"ill": [*tokens, 7], "well": [2, *tokens[::-1]]}, 2)
 
 
+def _shifted_positions(engine: Any, tokens: list[int]) -> None:
+    """Behind a hit the model is given positions one too many for ``ill``."""
+    begin(engine, {"before": tokens}, 2)
+    finish(engine, "before")
+
+    def wrong(batch: Any, row: int, new: slice) -> None:
+        batch.positions = batch.positions.clone()
+        batch.positions[new] += 1
+
+    with _before_forwards(engine, wrong):
+        begin(engine, {"ill": [*tokens, 7], "well": [2, *tokens[::-1]]}, DECODED)
+
+
 def _short_decodes(engine: Any, tokens: list[int]) -> None:
     """Where ``ill`` decodes, attention is given one token less than there are."""
 
@@ -341,6 +354,7 @@ FAULTS: dict[str, Callable[[Any, list[int]], int | None]] = {
     "changed_norm": _changed_norm,
     "short_decodes": _short_decodes,
     "skipped_layer": _skipped_layer,
+    "shifted_positions": _shifted_positions,
     "noisy_head": _noisy_head,
     "changed_scale": _changed_scale,
     "flipped_bit": _flipped_bit,

@@ -258,6 +258,57 @@ def hit_under_other_weights(small: SmallEngine) -> list[Verification]:
 
 
 @contextmanager
+def shifted_positions(small: SmallEngine, request: str) -> Iterator[None]:
+    """The model is given positions one too many for all that ``request`` computes."""
+    runner = small.runner
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            names = runner.input_batch.req_ids
+            if request in names:
+                row = names.index(request)
+                first, end = runner.query_start_loc.cpu[row : row + 2].tolist()
+                kwargs["positions"] = kwargs["positions"].clone()
+                kwargs["positions"][first:end] += 1
+            return forward(*args, **kwargs)
+
+        return wrong
+
+    with _patched(runner.get_model(), "forward", make):
+        yield
+
+
+@contextmanager
+def short_windows(small: SmallEngine) -> Iterator[None]:
+    """In batches of nothing but decodes the windows of all layers are one token short."""
+    runner = small.runner
+
+    def make(impl: Any) -> Callable[..., Any]:
+        right, window = impl.forward, impl.sliding_window
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            rows = len(runner.input_batch.req_ids)
+            decodes = int(runner.query_start_loc.cpu[: rows + 1].diff().max()) == 1
+            impl.sliding_window = window - decodes
+            try:
+                return right(*args, **kwargs)
+            finally:
+                impl.sliding_window = window
+
+        return wrong
+
+    windowed = [layer.impl for layer in layers(small) if layer.sliding_window is not None]
+    for impl in windowed:
+        impl.forward = make(impl)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for impl in windowed:
+            del impl.forward
+
+
+@contextmanager
 def short_decodes(small: SmallEngine, request: str, tokens: int = 1) -> Iterator[None]:
     """Where ``request`` decodes, attention is given so many tokens less than there are."""
     with _short(small, request, lambda new, length: tokens * (new == 1)):
