@@ -78,7 +78,7 @@ def test_a_hit_across_media_is_told(small, monkeypatch):
 
 
 def test_another_output_of_the_encoder_is_told(small):
-    """What vLLM keeps of the encoder for the next request with that sound or image is another one's."""
+    """vLLM has kept another one for the next request with that sound or image."""
     with guarded.guard(small, **QUIET, recompute="100%") as guard:
         learn(small)
         one, other = (small.ask(name, seed, TEXT, 50) for name, seed in (("one", 1), ("other", 2)))
