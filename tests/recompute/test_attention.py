@@ -78,6 +78,27 @@ def test_what_torch_computes_is_never_blamed(dtype):
         assert (doubt, found.differs, found.tokens) == (None, False, 96), found
 
 
+def test_sums_over_thousands_of_keys_are_never_blamed():
+    """A kernel in 32 bits that adds up one key after the other, as none is slower to: the more keys, the more it rounds.
+    A scale two thousandths off is told all the same."""
+    queries, keys, values = given(40, first=6000)
+    of = [head * KV_HEADS // HEADS for head in range(HEADS)]
+
+    def summed(scale):
+        total, sizes = torch.zeros(40, HEADS, DIM), torch.zeros(40, HEADS, 1)
+        for at, (key, value) in enumerate(zip(keys[:, of], values[:, of], strict=True)):
+            weights = ((queries * key).sum(2, keepdim=True) * scale).exp()
+            weights[: max(at - 6000, 0)] = 0
+            total += weights * value
+            sizes += weights
+        return total / sizes
+
+    right, _ = looked(AttentionRule(SCALE, None), seen(summed(SCALE), queries, keys, values))
+    assert not right.differs, right
+    wrong, _ = looked(AttentionRule(SCALE, None), seen(summed(1.002 * SCALE), queries, keys, values))
+    assert wrong.differs, wrong
+
+
 def broken(name):
     """An output, and the text that says what of it is wrong; the rule says a window of 40 where there is one."""
     queries, keys, values = given()

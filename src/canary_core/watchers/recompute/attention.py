@@ -77,7 +77,7 @@ class AttentionLook:
         if not self._seen:
             self._first = attended.first
         self._end = keys
-        rounding = max(self._rounding, _products(attended.queries))
+        rounding = max(self._rounding, _products(attended.queries, keys))
         right = attention(attended, self._rule)
         rounded = errors(attention(attended, self._rule, rounding), right)
         unlike = (
@@ -141,9 +141,10 @@ def _unlike(given: Tensor, computed: Tensor | None) -> Tensor:
     return (given != computed).flatten(1).any(1)
 
 
-def _products(queries: Tensor) -> float:
-    """Unit roundoff of products of 32-bit floats, as the settings of the process allow for the device."""
-    exact = torch.finfo(torch.float32).eps / 2 * math.sqrt(queries.shape[2])
+def _products(queries: Tensor, keys: int) -> float:
+    """Roundoff of products of 32-bit floats and of their sums over a head's numbers, or over so many keys, as the
+    settings of the process allow for the device."""
+    exact = torch.finfo(torch.float32).eps / 2 * math.sqrt(max(queries.shape[2], keys))
     try:
         return exact if not queries.is_cuda or torch.get_float32_matmul_precision() == "highest" else TF32_ROUNDING
     except RuntimeError:  # both of torch's ways to set the precision were used
