@@ -79,7 +79,7 @@ def test_what_torch_computes_is_never_blamed(dtype):
 
 
 def test_sums_over_thousands_of_keys_are_never_blamed():
-    """A kernel in 32 bits that adds up one key after the other, as none is slower to: the more keys, the more it rounds.
+    """A kernel in 32 bits that adds up one key after the other: the more keys there are, the more it rounds.
     A scale two thousandths off is told all the same."""
     queries, keys, values = given(40, first=6000)
     of = [head * KV_HEADS // HEADS for head in range(HEADS)]
