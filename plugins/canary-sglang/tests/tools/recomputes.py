@@ -170,10 +170,15 @@ def finish(engine: Any, *names: str) -> None:
         pass
 
 
-def _changed_norm(engine: Any, tokens: list[int]) -> None:
-    """A weight of layer 0 changes under a kept cache, past torch's counters; then a hit."""
+def served_before(engine: Any, tokens: list[int]) -> None:
+    """A request that leaves its prompt in the prefix cache."""
     begin(engine, {"before": tokens}, 2)
     finish(engine, "before")
+
+
+def _changed_norm(engine: Any, tokens: list[int]) -> None:
+    """A weight of layer 0 changes under a kept cache, past torch's counters; then a hit."""
+    served_before(engine, tokens)
     weight = engine.runner.model.model.layers[0].post_attention_layernorm.weight
     weight.data.mul_(1.05)
     # A token that no prompt begins with: a hit of one token would be of the old weights, too.
@@ -182,8 +187,7 @@ def _changed_norm(engine: Any, tokens: list[int]) -> None:
 
 def _shifted_positions(engine: Any, tokens: list[int]) -> None:
     """Behind a hit the model is given positions one too many for ``ill``."""
-    begin(engine, {"before": tokens}, 2)
-    finish(engine, "before")
+    served_before(engine, tokens)
 
     def wrong(batch: Any, row: int, new: slice) -> None:
         batch.positions = batch.positions.clone()
@@ -259,8 +263,7 @@ def _noisy_head(engine: Any, tokens: list[int]) -> None:
 def _changed_scale(engine: Any, tokens: list[int]) -> None:
     """K of layer 1 is stored under a scale that it had not when the prefix was; then a hit. SGLang's attention of a CPU
     gives the pool no scales, others do."""
-    begin(engine, {"before": tokens}, 2)
-    finish(engine, "before")
+    served_before(engine, tokens)
     engine.runner.token_to_kv_pool.set_kv_buffer = scaled_store(engine)
     begin(engine, {"ill": [*tokens, 7], "well": [2, *tokens[::-1]]}, 2)
 

@@ -500,18 +500,8 @@ class Served:
         return done
 
 
-def clean_child(feature: str) -> None:
-    """A guarded engine in this process, of which nothing is broken: what was told, as a file."""
-    served = Served(feature)
-    for _ in range(ROUNDS):
-        served.traffic()
-    (OUT / f"{feature}-clean.json").write_text(json.dumps({"clean": served.llm.collective_rpc(told)}))
-    print("DONE", flush=True)
-    os._exit(0)
-
-
-def child(feature: str, guarded: bool) -> None:
-    """One engine in this process: its results as a file."""
+def child(feature: str, how: str) -> None:
+    """One engine in this process, ``guarded``, ``plain`` or ``clean``: its results as a file."""
     began = time.time()
     served = Served(feature)
     result: dict[str, Any] = {"start_s": round(time.time() - began, 1)}
@@ -522,13 +512,17 @@ def child(feature: str, guarded: bool) -> None:
         # What was served comes back from the host; with LMCache 0.5.2 it comes back wrong.
         time.sleep(2)
         result["again"] = served.traffic()
-    if guarded:
+    if how == "clean":
+        for _ in range(ROUNDS - 1):
+            served.traffic()
+    if how != "plain":
         result["clean"] = served.llm.collective_rpc(told)
+    if how == "guarded":
         result["pokes"] = served.pokes()
         result["faults"] = served.faults()
         result["end"] = [one["stats"] for one in served.llm.collective_rpc(told)]
     rank = os.environ.get("VLLM_DP_RANK", "")
-    (OUT / f"{feature}-{'guarded' if guarded else 'plain'}{rank}.json").write_text(json.dumps(result))
+    (OUT / f"{feature}-{how}{rank}.json").write_text(json.dumps(result))
     print("DONE", flush=True)
     # LMCache's threads keep the process alive.
     os._exit(0)
@@ -609,7 +603,7 @@ COUNTS = {
 
 
 def clean_row(feature: str, served: dict[str, Any]) -> dict[str, Any]:
-    """One row of the table of `clean_child`, by rank."""
+    """One row of the table of ``--clean``, by rank."""
     if "failed" in served:
         print(served["failed"], flush=True)
         return {"feature": feature, "ok": False}
@@ -680,9 +674,7 @@ def main() -> None:
     DEVICE = args.device
     OUT.mkdir(parents=True, exist_ok=True)
     if args.child:
-        if args.child == "clean":
-            clean_child(args.features[0])
-        child(args.features[0], args.child == "guarded")
+        child(args.features[0], args.child)
         return
     rows = []
     for feature in args.features:

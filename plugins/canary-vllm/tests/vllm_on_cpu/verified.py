@@ -185,14 +185,19 @@ def states(small: SmallEngine, request: str, layer: int) -> list[torch.Tensor]:
     raise AssertionError(f"layer {layer} has no states")
 
 
-def decoded(small: SmallEngine, request: str) -> int | None:
-    """The row that ``request`` has in a batch in which it decodes."""
+def rows(small: SmallEngine, request: str) -> slice:
+    """Rows of the tokens that ``request`` computes in a batch; none where it is not in it."""
     names = small.runner.input_batch.req_ids
     if request not in names:
-        return None
+        return slice(0, 0)
     row = names.index(request)
-    first, end = small.runner.query_start_loc.cpu[row : row + 2].tolist()
-    return int(first) if end - first == 1 else None
+    return slice(*small.runner.query_start_loc.cpu[row : row + 2].tolist())
+
+
+def decoded(small: SmallEngine, request: str) -> int | None:
+    """The row that ``request`` has in a batch in which it decodes."""
+    new = rows(small, request)
+    return new.start if new.stop - new.start == 1 else None
 
 
 @contextmanager
@@ -260,21 +265,16 @@ def hit_under_other_weights(small: SmallEngine) -> list[Verification]:
 @contextmanager
 def shifted_positions(small: SmallEngine, request: str) -> Iterator[None]:
     """The model is given positions one too many for all that ``request`` computes."""
-    runner = small.runner
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(*args: Any, **kwargs: Any) -> Any:
-            names = runner.input_batch.req_ids
-            if request in names:
-                row = names.index(request)
-                first, end = runner.query_start_loc.cpu[row : row + 2].tolist()
-                kwargs["positions"] = kwargs["positions"].clone()
-                kwargs["positions"][first:end] += 1
+            kwargs["positions"] = kwargs["positions"].clone()
+            kwargs["positions"][rows(small, request)] += 1
             return forward(*args, **kwargs)
 
         return wrong
 
-    with _patched(runner.get_model(), "forward", make):
+    with _patched(small.runner.get_model(), "forward", make):
         yield
 
 
@@ -407,16 +407,12 @@ def noisy_head(small: SmallEngine, request: str) -> Iterator[None]:
 @contextmanager
 def skipped_layer(small: SmallEngine, layer: int, request: str) -> Iterator[None]:
     """``layer`` adds nothing to what comes in, for the tokens of ``request``."""
-    runner = small.runner
-    block = runner.get_model().model.layers[layer]
+    block = small.runner.get_model().model.layers[layer]
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(*args: Any, **kwargs: Any) -> Any:
             made = forward(*args, **kwargs)
-            if request in runner.input_batch.req_ids:
-                row = runner.input_batch.req_ids.index(request)
-                first, end = runner.query_start_loc.cpu[row : row + 2].tolist()
-                made[first:end] = 0
+            made[rows(small, request)] = 0
             return made
 
         return wrong

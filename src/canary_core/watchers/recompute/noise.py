@@ -40,8 +40,8 @@ UNSEEN_ROUNDINGS, COMPRESSED_ROUNDINGS = 4.0, 8.0
 divide the work otherwise in longer sequences and other batches. The second number is that of compressed KV. In states,
 the square of the first."""
 UNSEEN_LAYERS = 8
-"""It grows as the number of layers up to this one, and as the root of it behind; as the root alone where all tokens of
-fresh requests were off."""
+"""Errors of `UNSEEN_ROUNDINGS` grow as the number of layers up to this one, and as its root behind; as the root alone
+where all tokens of fresh requests were off."""
 UNLIKE = 1 / MARGIN
 """An error too large for noise: a bound learnt from such errors would be the size of the KV, and hide anything."""
 
