@@ -63,9 +63,9 @@ class SchedulerRequests(InternalRequests):
     """Has requests of ``scheduler`` computed again, until `close`. Give each output of the scheduler to `note`, and
     each one of a runner to `hear`.
 
-    Wraps ``schedule`` and ``update_from_output`` of ``scheduler``, and ``cache_blocks`` of the manager: from the start
-    with a ``share``, else once somebody asks. Outputs and blocks of internal requests reach neither clients nor the
-    prefix cache, nor a connector (`HiddenRequests`).
+    Wraps ``schedule``, ``update_from_output`` and ``reset_prefix_cache`` of ``scheduler``, and ``cache_blocks`` of the
+    manager: from the start with a ``share``, else once somebody asks. Outputs and blocks of internal requests reach
+    neither clients nor the prefix cache, nor a connector (`HiddenRequests`); a reset finds none of them.
 
     ``make``: makes a request of a name, with the first tokens of another request, and so many new ones. ``why_not``:
     why a request can't be computed again, None where it can. ``abort``: ends a request. ``share``: see `Recomputes`.
@@ -237,6 +237,7 @@ class SchedulerRequests(InternalRequests):
         if not self._patches.done:
             self._patches.wrap(self._scheduler, "schedule", self._schedules)
             self._patches.wrap(self._scheduler, "update_from_output", self._updates)
+            self._patches.wrap(self._scheduler, "reset_prefix_cache", self._resets)
             self._patches.wrap(self._manager.coordinator, "cache_blocks", self._caches)
             self._hidden.wrap()
 
@@ -271,6 +272,16 @@ class SchedulerRequests(InternalRequests):
             return outputs
 
         return update
+
+    def _resets(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """With a block in use the prefix cache is not reset, and what it keeps would be served under other weights."""
+
+        def reset(*args: Any, **kwargs: Any) -> Any:
+            with self._recomputes.sheltered():
+                self._recomputes.leave()
+            return original(*args, **kwargs)
+
+        return reset
 
     def _caches(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def cache(request: Any, *args: Any, **kwargs: Any) -> Any:

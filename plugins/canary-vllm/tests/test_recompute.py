@@ -4,7 +4,7 @@ import pytest
 from canary_vllm.hooks import HOOKS
 from vllm_on_cpu import guarded, parked, verified
 
-from canary_adapters import recompute_requests
+from canary_adapters import is_internal, recompute_requests
 from canary_core import CanaryError, Kind, Patches, Touch, recomputer
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
@@ -206,6 +206,29 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(small):
         assert guard.trouble() == []
         assert small.pool.get_num_free_blocks() == len(small.pool.blocks) - 1
         assert small.scheduler.requests == {}
+
+
+def test_a_reset_of_the_prefix_cache_meets_no_second_computation(small):
+    """Where the last request of a user has ended in the middle of one, it succeeds, as without Canary: else what is kept
+    would be served under the weights that come next."""
+    with guarded.guard(small, **QUIET) as guard:
+        (session,) = HOOKS.sessions
+        for turn in range(2):
+            name = f"reset {turn}"
+            small.submit(name, verified.prompt(name, 150), verified.DECODED)
+            while len(small.answers[name]) < verified.DECODED - 2 - turn:
+                assert small.step()
+            asked = session.recomputed.ask(name)
+            while name in small.scheduler.requests:
+                assert small.step()
+            assert any(map(is_internal, small.scheduler.requests))
+            assert small.scheduler.reset_prefix_cache()
+            assert small.pool.get_num_free_blocks() == len(small.pool.blocks) - 1
+            verified.begin(small, 2, {f"behind {turn}": verified.prompt(name, 150)})
+            verified.finish(small)
+            (answer,) = asked.result(0)
+            assert answer.verdict == "unjudged"
+        assert guard.trouble() == []
 
 
 def test_requests_with_adapters_are_well_and_answers_stay_the_same(small, adapters):
