@@ -9,7 +9,7 @@ from support.guarded import Guarded
 
 from canary_core import Event, Kind, Phase, State, Violation, ViolationError, hookimpl
 from canary_core.guard.reporting.budget import BURST_S, OWED_S, PROCESS, SHARE
-from canary_core.records import ROW_WORDS, STATES, Counter, Row
+from canary_core.records import KIND_ROWS, ROW_WORDS, STATES, Counter, Row
 
 FLIP = Violation(Kind.BYTES, "full", Phase.SCRUB, step=9, slot=5, source="k.1", step_written=2, found_value=77)
 """A finding of a host's own check."""
@@ -213,18 +213,42 @@ def test_what_a_row_does_not_say_is_not_known(guarded):
 
 
 def test_more_findings_than_the_ring_has_rows_are_told_as_dropped():
-    """The counts are complete, and one event says how many rows are missing."""
+    """The counts are complete, and one event says how many rows are missing: all but the first of the kind."""
     guarded = Guarded(ring_rows=2)
-    guarded.canary.slots.free("full", torch.arange(10, 20))
+    guarded.canary.slots.free("full", torch.arange(10, 30))
     guarded.canary.slots.settle()
-    guarded.canary.slots.free("full", torch.arange(10, 20))
+    guarded.canary.slots.free("full", torch.arange(10, 30))
     guarded.canary.drain()
-    assert [v.kind for v in guarded.violations] == [Kind.DOUBLE_FREE] * 2
+    assert [v.kind for v in guarded.violations] == [Kind.DOUBLE_FREE] * KIND_ROWS
     (event,) = guarded.findings.told("rows_dropped")
     assert event.level == "warning"
-    assert (event.fields["rows"], event.fields["ring_rows"]) == (8, 2)
+    assert (event.fields["rows"], event.fields["ring_rows"]) == (20 - KIND_ROWS, 2)
     counters = guarded.canary.states["full"].shared.counters
-    assert int(counters[Kind.DOUBLE_FREE]) == int(counters[Counter.ROWS]) == 10
+    assert int(counters[Kind.DOUBLE_FREE]) == int(counters[Counter.ROWS]) == 20
+
+
+def test_a_storm_of_one_kind_hides_no_other(monkeypatch):
+    """Each forward finds the same changed bytes again, more than the ring has rows; then a store of another request is
+    lost."""
+    guarded = Guarded(read_check=-1, ring_rows=2)
+    engine, damaged, other = guarded.engine, guarded.submit(tokens=40), guarded.submit("b")
+    guarded.step(40)
+    engine.k[1][damaged.slots[:30]] += 1
+    for _ in range(3):
+        guarded.decode()
+    assert {v.kind for v in guarded.violations} == {Kind.BYTES}
+    right = engine.forward
+
+    def loses(batch):
+        before = engine.v[1].clone()
+        right(batch)
+        engine.v[1][other.slots[-1]] = before[other.slots[-1]]
+
+    monkeypatch.setattr(engine, "forward", loses)
+    guarded.decode()
+    assert guarded.canary.stats()["rows_dropped"] > 0
+    found = [(v.kind, v.source, v.slot) for v in guarded.violations if v.kind is not Kind.BYTES]
+    assert found == [(Kind.LOST_WRITE, "v.1", other.slots[-1])]
 
 
 @pytest.fixture

@@ -103,9 +103,9 @@ def test_findings_without_room_in_the_ring_put_all_kv_in_doubt():
     """Nobody knows which slots they were of."""
     acting = Acting()
     guarded = Guarded(None, acting, read_check=-1, on_violation="protect", ring_rows=2)
-    request = guarded.submit(tokens=12)
-    guarded.step(8)
-    for slot in request.slots[:6]:
+    request = guarded.submit(tokens=24)
+    guarded.step(20)
+    for slot in request.slots[:12]:
         guarded.engine.k[1][slot] += 1
     guarded.step(2)
     assert guarded.canary.stats()["rows_dropped"] > 0

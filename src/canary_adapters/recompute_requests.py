@@ -148,12 +148,6 @@ class Recomputes:
         self._give_way()
         self.end_lesson()
 
-    def leave(self) -> None:
-        """`give_way`, also of internal requests already compared that the engine still knows: it must be idle."""
-        self.give_way()
-        for name in self.live:
-            self._engine.end(name)
-
     def counted(self) -> dict[str, int]:
         """Counts for `Canary.stats` since the last call, by name."""
         parked = self._engine.parked

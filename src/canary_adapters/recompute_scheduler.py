@@ -278,7 +278,9 @@ class SchedulerRequests(InternalRequests):
 
         def reset(*args: Any, **kwargs: Any) -> Any:
             with self._recomputes.sheltered():
-                self._recomputes.leave()
+                self._recomputes.give_way()
+                for name in self._recomputes.live:
+                    self.end(name)
             return original(*args, **kwargs)
 
         return reset

@@ -235,7 +235,8 @@ class Counter(IntEnum):
     ROWS = 26
     """Violation rows ever reserved in the ring (written or dropped)."""
     DRAINED = 27
-    """Rows the host has taken; set by the host. A row is kept while ``ROWS - DRAINED < ring rows``."""
+    """Rows the host has taken; set by the host. A row is kept while ``ROWS - DRAINED < ring rows``, or among the first
+    `KIND_ROWS` of its kind since."""
     CHECKED_SLOTS = 28
     """Slots whose mapping was checked."""
     CHECKED_BYTES = 29
@@ -261,7 +262,10 @@ class Counter(IntEnum):
     """Of `CHECKED_SLOTS`, those left by a row to another row with the same table, see `canary_core.ops.readers`."""
 
 
-COUNTERS = 40
+KINDS_DRAINED = 40
+"""Index of ``FIRST`` counters behind those of `Counter`: findings of each kind at the host's last look at the ring."""
+
+COUNTERS = KINDS_DRAINED + Counter.FIRST
 """Index of the first gauge, behind the counters: `GAUGES` words for each region. The first `SCRUB_GAUGES` are the
 scrub's progress: the words from `ScrubWord.RUNNING` on. The word at `RECORDED` counts slots recorded after a
 forward."""
@@ -401,7 +405,9 @@ class Descriptor(IntEnum):
 LOST_WRITE_BYTES = 32
 """Smallest slot of a source judged for `LOST_WRITE`: fewer bytes may repeat by chance."""
 
-ROW_WORDS = 16
+ROW_WORDS, KIND_ROWS = 16, 8
+"""Words of a violation row; and rows of each kind kept behind the ring where that is full, so that many findings of one
+kind do not hide another."""
 
 
 class Row(IntEnum):

@@ -228,7 +228,7 @@ def test_a_reset_of_the_prefix_cache_meets_no_second_computation(small):
             verified.finish(small)
             (answer,) = asked.result(0)
             assert answer.verdict == "unjudged"
-        assert guard.trouble() == []
+        assert guard.findings.violations == []
 
 
 def test_requests_with_adapters_are_well_and_answers_stay_the_same(small, adapters):

@@ -208,7 +208,8 @@ class CanaryConfig(BaseSettings):
     )
     ring_rows: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default=1024,
-        description="Violation rows kept on the device until the host reads them; counts are never lost.",
+        description="Violation rows kept on the device until the host reads them, beside the first eight of each kind; "
+        "counts are never lost.",
         json_schema_extra=unit("rows"),
     )
     stats_interval: Annotated[int, Field(ge=0)] = Field(

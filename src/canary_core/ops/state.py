@@ -21,11 +21,13 @@ from canary_core.records import (
     CURSOR_WORDS,
     GAUGES,
     HISTORY,
+    KIND_ROWS,
     PLAN_WORDS,
     READ_TILE,
     RECORD_WORDS,
     ROW_WORDS,
     Clock,
+    Counter,
     Cursor,
 )
 from canary_core.region import KVSource, Placement, Region, RegionKind
@@ -35,6 +37,9 @@ FIRST_TOKENS = 8192
 
 SLOT_BYTES = 4 * RECORD_WORDS + 8
 """Of a slot, beside fingerprints and history: record and claim."""
+
+BEHIND_RING = Counter.FIRST * KIND_ROWS
+"""Rows behind a ring."""
 
 LEAST_LISTED, LISTED_SHARE = 1 << 18, 16
 """A scrub compares at most one in so many slots, or so many, if more. A budget that wants more gets round in 16."""
@@ -53,8 +58,8 @@ HISTORY_FREE_BYTES = 16 << 20
 class Shared:
     """Device memory shared by the regions of one Canary.
 
-    counters: int64 ``[COUNTERS + regions * GAUGES]``. clock: int64 ``[CLOCK_WORDS]``. ring: int64 ``[ring rows,
-    ROW_WORDS]``.
+    counters: int64 ``[COUNTERS + regions * GAUGES]``. clock: int64 ``[CLOCK_WORDS]``. ring: int64 ``[ring_rows + kinds
+    * KIND_ROWS, ROW_WORDS]``.
     """
 
     counters: Tensor
@@ -67,8 +72,13 @@ class Shared:
         return cls(
             counters=torch.zeros(COUNTERS + regions * GAUGES, dtype=torch.int64, device=device),
             clock=torch.zeros(CLOCK_WORDS, dtype=torch.int64, device=device),
-            ring=torch.zeros(config.ring_rows, ROW_WORDS, dtype=torch.int64, device=device),
+            ring=torch.zeros(config.ring_rows + BEHIND_RING, ROW_WORDS, dtype=torch.int64, device=device),
         )
+
+    @property
+    def ring_rows(self) -> int:
+        """Rows of the ring itself, without those of each kind behind."""
+        return self.ring.shape[0] - BEHIND_RING
 
 
 class Scratch:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_core.ops.state import Shared
-from canary_core.records import COUNTERS, GAUGES, RECORDED, Counter, Row
+from canary_core.records import COUNTERS, GAUGES, KINDS_DRAINED, RECORDED, Counter, Row
 from canary_core.runtime.host_copy import HostCopy
 
 
@@ -115,15 +115,16 @@ class ReadBack:
         if total <= self.seen or not self._with_ring:
             self._with_ring = total > self.seen
             return HostRead(counters, [], 0, tallies)
-        size = host_ring.shape[0]
-        numbers = torch.arange(self.seen, min(total, self.seen + 2 * size), device="cpu")
-        candidates = host_ring[numbers % size]
-        rows: list[list[int]] = candidates[candidates[:, Row.SEQUENCE] == numbers + 1].tolist()
+        sequence = host_ring[:, Row.SEQUENCE]
+        rows: list[list[int]] = sorted(host_ring[(sequence > self.seen) & (sequence <= total)].tolist())
         dropped = total - self.seen - len(rows)
         self.seen = total
         self._with_ring = False
         # In stream order after the copy, so rows that come in between find their place still taken, not overwritten.
         self._shared.counters[Counter.DRAINED].fill_(total)
+        if number is None:
+            kinds = self._shared.counters[KINDS_DRAINED:COUNTERS]
+            kinds.copy_(host_counters[: Counter.FIRST], non_blocking=True)
         return HostRead(counters, rows, dropped, tallies)
 
     def _proof_arrived(self) -> bool:

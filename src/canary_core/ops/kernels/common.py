@@ -7,7 +7,9 @@ from canary_core.ops import hashing
 from canary_core.ops.kernels.words import (
     CLAIM_BITS,
     COUNT_DRAINED,
+    COUNT_KINDS_DRAINED,
     COUNT_ROWS,
+    RING_KIND_ROWS,
     RING_WORDS,
     ROW_FOUND_VALUE,
     ROW_FREED,
@@ -141,12 +143,15 @@ def report(
     region, kind, m, source, slot, position, token, stored_token, stored_position, stored_value, found_value, writer,
     stored_writer, step_written, freed, step,
 ):  # fmt: skip
-    """Counts the findings where ``m`` and keeps rows of as many as the ring has room for. Blocks of one shape."""
-    tl.atomic_add(region.p_counters + kind, 1, mask=m)
+    """Counts the findings where ``m`` and keeps rows of as many as the ring has room for, and of the first of each
+    kind. Blocks of one shape."""
+    of_kind = tl.atomic_add(region.p_counters + kind, 1, mask=m)
     number = tl.atomic_add(region.p_counters + COUNT_ROWS + tl.zeros_like(kind), 1, mask=m)
-    drained = tl.load(region.p_counters + COUNT_DRAINED)
-    keep = m & (number - drained < region.ring_rows)
-    p_row = region.p_ring + (number % region.ring_rows) * RING_WORDS
+    in_ring = number - tl.load(region.p_counters + COUNT_DRAINED) < region.ring_rows
+    first = of_kind - tl.load(region.p_counters + COUNT_KINDS_DRAINED + kind, mask=m, other=0) < RING_KIND_ROWS
+    keep = m & (in_ring | first)
+    behind = region.ring_rows + kind * RING_KIND_ROWS + of_kind % RING_KIND_ROWS
+    p_row = region.p_ring + tl.where(in_ring, number % region.ring_rows, behind) * RING_WORDS
     # A loop with one store, not a store for each word: Triton takes as long for sixteen as for the rest of a kernel.
     for word in range(RING_WORDS):
         value = number + 1

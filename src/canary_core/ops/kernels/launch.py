@@ -272,7 +272,7 @@ def region_arguments(state: RegionState) -> Arguments:
     shared, scratch, null = state.shared, state.scratch, state.region.null_range
     fields = RegionFields(
         state.records.view(torch.int64), state.records, scratch.claims, scratch.plan, scratch.heads, state.chains,
-        state.cursors, shared.counters, shared.clock, shared.ring, shared.ring.shape[0], state.index,
+        state.cursors, shared.counters, shared.clock, shared.ring, shared.ring_rows, state.index,
         state.region.slots, null.start, null.stop,
     )  # fmt: skip
     return arguments(fields)

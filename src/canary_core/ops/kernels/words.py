@@ -14,6 +14,8 @@ from canary_core.records import (
     DESCRIPTOR_WORDS,
     FIRST_CONTENT,
     GAUGES,
+    KIND_ROWS,
+    KINDS_DRAINED,
     PLAN_RECORD,
     PLAN_WORDS,
     POSITION,
@@ -100,7 +102,8 @@ COUNT_SAMPLED_TOKENS = tl.constexpr(int(Counter.SAMPLED_TOKENS))
 COUNT_SCRUBBED_SLOTS = tl.constexpr(int(Counter.SCRUBBED_SLOTS))
 COUNT_UNKNOWN_SLOTS = tl.constexpr(int(Counter.UNKNOWN_SLOTS))
 COUNT_UNSURE = tl.constexpr(int(Counter.UNSURE))
-COUNTERS_END = tl.constexpr(COUNTERS)
+COUNT_KINDS_DRAINED = tl.constexpr(KINDS_DRAINED)
+COUNTERS_END = tl.constexpr(int(COUNTERS))
 REGION_GAUGES = tl.constexpr(GAUGES)
 """Words after the counters for each region."""
 GAUGE_RECORDED = tl.constexpr(RECORDED)
@@ -132,6 +135,7 @@ PHASE_SCRUB = tl.constexpr(int(Phase.SCRUB))
 PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
 
 RING_WORDS = tl.constexpr(ROW_WORDS)
+RING_KIND_ROWS = tl.constexpr(KIND_ROWS)
 ROW_KIND = tl.constexpr(int(Row.KIND))
 ROW_REGION = tl.constexpr(int(Row.REGION))
 ROW_SOURCE = tl.constexpr(int(Row.SOURCE))
