@@ -208,6 +208,28 @@ def test_clean_traffic_is_well_and_answers_stay_the_same(small):
         assert small.scheduler.requests == {}
 
 
+def test_vllms_own_counters_are_those_of_the_users_requests(small, monkeypatch):
+    """Queries and hits of the prefix cache; one more request may run at a time."""
+    from vllm.v1.metrics.stats import PrefixCacheStats
+
+    def counted():
+        small.renew()
+        manager, stats = small.scheduler.kv_cache_manager, []
+        for owner in (small.scheduler, manager):
+            monkeypatch.setattr(owner, "log_stats", True)
+        manager.prefix_cache_stats = PrefixCacheStats()
+        Patches().follow(small.scheduler, "make_stats", lambda made, *_, **__: stats.append(made))
+        guarded.traffic(small, 4, new_tokens=40)
+        caches = [one.prefix_cache_stats for one in stats]
+        counts = [sum(getattr(one, name) for one in caches) for name in ("requests", "queries", "hits")]
+        return counts, max(one.num_running_reqs for one in stats)
+
+    plain, most = counted()
+    with guarded.guard(small, **QUIET, recompute="100%") as guard:
+        assert counted() == (plain, most + 1)
+        assert guard.canary.stats()["recomputed_requests"] > 15
+
+
 def test_a_reset_of_the_prefix_cache_meets_no_second_computation(small):
     """Where the last request of a user has ended in the middle of one, it succeeds, as without Canary: else what is kept
     would be served under the weights that come next."""
