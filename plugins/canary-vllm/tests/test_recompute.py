@@ -231,8 +231,8 @@ def test_vllms_own_counters_are_those_of_the_users_requests(small, monkeypatch):
 
 
 def test_a_reset_of_the_prefix_cache_meets_no_second_computation(small):
-    """Where the last request of a user has ended in the middle of one, it succeeds, as without Canary: else what is kept
-    would be served under the weights that come next."""
+    """Where the last request of a user has ended in the middle of one, it succeeds, as without Canary: else what is
+    kept would be served under the weights that come next."""
     with guarded.guard(small, **QUIET) as guard:
         (session,) = HOOKS.sessions
         for turn in range(2):
