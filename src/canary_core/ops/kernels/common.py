@@ -145,52 +145,13 @@ def report(
 ):  # fmt: skip
     """Counts the findings where ``m`` and keeps rows of as many as the ring has room for, and of the first of each
     kind. Blocks of one shape."""
-    number, p_row, keep = take_rows(region, kind, m)
-    store_rows(
-        region, kind, number, p_row, keep, source, slot, position, token, stored_token, stored_position, stored_value,
-        found_value, writer, stored_writer, step_written, freed, step,
-    )  # fmt: skip
-
-
-@triton.jit
-def report_record(
-    region, kind, m, source, slot, position, token, p_record, usable, stored_value, found_value, writer, step,
-):  # fmt: skip
-    """`report` with the fields of each slot's record at ``p_record``; -1 where there is none (``usable`` false)."""
-    number, p_row, keep = take_rows(region, kind, m)
-    m_record = keep & usable
-    first = tl.load(p_record, mask=m_record, other=-1)
-    written = tl.load(p_record + 2, mask=m_record, other=-1)
-    freed = tl.load(p_record + 3, mask=m_record, other=-1)
-    stored_token, stored_position = split_head(first)
-    step_written, stored_writer = split_head(written)
-    store_rows(
-        region, kind, number, p_row, keep, source, slot, position, token, stored_token, stored_position, stored_value,
-        found_value, writer, stored_writer, step_written, freed, step,
-    )  # fmt: skip
-
-
-@triton.jit
-def take_rows(region, kind, m):
-    """Counts the findings where ``m``. Gives the number of each and its row, and whether the row is free."""
+    of_kind = tl.atomic_add(region.p_counters + kind, 1, mask=m)
     number = tl.atomic_add(region.p_counters + COUNT_ROWS + tl.zeros_like(kind), 1, mask=m)
     in_ring = number - tl.load(region.p_counters + COUNT_DRAINED) < region.ring_rows
-    # Of 31 bits: a remainder of 64 takes registers that the scrub has not got. Where these begin anew, rows that are
-    # overwritten count as dropped.
-    place = (number & 0x7FFFFFFF).to(tl.int32) % region.ring_rows
-    of_kind = tl.atomic_add(region.p_counters + kind, 1, mask=m)
-    drained = tl.load(region.p_counters + COUNT_KINDS_DRAINED + kind, mask=m, other=0)
-    behind = region.ring_rows + (kind * RING_KIND_ROWS + of_kind % RING_KIND_ROWS).to(tl.int32)
-    place = tl.where(in_ring, place, behind)
-    return number, region.p_ring + place * RING_WORDS, m & (in_ring | (of_kind - drained < RING_KIND_ROWS))
-
-
-@triton.jit
-def store_rows(
-    region, kind, number, p_row, keep, source, slot, position, token, stored_token, stored_position, stored_value,
-    found_value, writer, stored_writer, step_written, freed, step,
-):  # fmt: skip
-    """Fills the rows of `take_rows` where ``keep``."""
+    first = of_kind - tl.load(region.p_counters + COUNT_KINDS_DRAINED + kind, mask=m, other=0) < RING_KIND_ROWS
+    keep = m & (in_ring | first)
+    behind = region.ring_rows + kind * RING_KIND_ROWS + of_kind % RING_KIND_ROWS
+    p_row = region.p_ring + tl.where(in_ring, number % region.ring_rows, behind) * RING_WORDS
     # A loop with one store, not a store for each word: Triton takes as long for sixteen as for the rest of a kernel.
     for word in range(RING_WORDS):
         value = number + 1
@@ -210,3 +171,20 @@ def store_rows(
         value = tl.where(word == ROW_FREED, freed, value)
         value = tl.where(word == ROW_STEP, step, value)
         tl.store(p_row + word, value, mask=keep)
+
+
+@triton.jit
+def report_record(
+    region, kind, m, source, slot, position, token, p_record, usable, stored_value, found_value, writer, step,
+):  # fmt: skip
+    """`report` with the fields of each slot's record at ``p_record``; -1 where there is none (``usable`` false)."""
+    m_record = m & usable
+    first = tl.load(p_record, mask=m_record, other=-1)
+    written = tl.load(p_record + 2, mask=m_record, other=-1)
+    freed = tl.load(p_record + 3, mask=m_record, other=-1)
+    stored_token, stored_position = split_head(first)
+    step_written, stored_writer = split_head(written)
+    report(
+        region, kind, m, source, slot, position, token, stored_token, stored_position, stored_value, found_value,
+        writer, stored_writer, step_written, freed, step,
+    )  # fmt: skip
