@@ -15,8 +15,8 @@ SLOTS, RING_ROWS = 200, 64
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 def test_the_first_rows_of_each_kind_are_kept_beside_a_storm_of_another(backend, device):
-    """In each read anew, each once; what has no row is counted. With atomics the last ones in the ring need not be among
-    the first of their kind, so the storm itself may have some more."""
+    """In each read anew, each once; what has no row is counted. With atomics the first ones in the ring need not be the
+    first of their kind, so the storm itself may have some more."""
     state = state_of(SLOTS, device)
     state.records[:, POSITION] = int(State.WRITTEN)
     state.sources[0].tensor[:, 2] ^= 8
