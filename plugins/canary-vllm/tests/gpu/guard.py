@@ -590,10 +590,12 @@ def run(feature: str, how: str, limit_s: int) -> dict[str, Any]:
 
 
 def _expected(feature: str, event: dict[str, Any]) -> bool:
-    """What is left out, and the README says so."""
+    """Whether the event tells of something left out by design."""
     # bfloat16 KV lies in AMX's tiles there.
-    tiles = feature == "gdn" and DEVICE == "cpu"
-    return bool(tiles and event["event"] == "coverage" and "its layout is not known" in event["summary"])
+    tiles = feature == "gdn" and DEVICE == "cpu" and event["event"] == "coverage"
+    # Of the first second computations, with ``CANARY_RECOMPUTE``.
+    unjudged = event["event"] == "unjudged" and "noise of this engine is not known yet" in event["reason"]
+    return unjudged or (tiles and "its layout is not known" in event["summary"])
 
 
 COUNTS = {
