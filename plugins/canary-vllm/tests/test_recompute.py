@@ -99,8 +99,7 @@ def test_positions_one_too_many_behind_a_hit_are_told_where_the_hit_ends(small):
     prompt = verified.prompt("shifted")
     with guarded.guard(small, **QUIET) as guard:
         verified.teach(small)
-        verified.begin(small, 2, {"before": prompt})
-        verified.finish(small)
+        parked.serve(small, "before", prompt)
         with verified.shifted_positions(small, "ill"):
             verified.begin(small, verified.DECODED, {"ill": prompt, "well": verified.prompt("well")})
         answers = verified.verify(small, "ill", "well")
@@ -246,8 +245,7 @@ def test_a_reset_of_the_prefix_cache_meets_no_second_computation(small):
             assert any(map(is_internal, small.scheduler.requests))
             assert small.scheduler.reset_prefix_cache()
             assert small.pool.get_num_free_blocks() == len(small.pool.blocks) - 1
-            verified.begin(small, 2, {f"behind {turn}": verified.prompt(name, 150)})
-            verified.finish(small)
+            parked.serve(small, f"behind {turn}", verified.prompt(name, 150))
             (answer,) = asked.result(0)
             assert answer.verdict == "unjudged"
         assert guard.findings.violations == []

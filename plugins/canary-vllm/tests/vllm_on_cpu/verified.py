@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -283,8 +284,8 @@ def short_windows(small: SmallEngine) -> Iterator[None]:
     """In batches of nothing but decodes the windows of all layers are one token short."""
     runner = small.runner
 
-    def make(impl: Any) -> Callable[..., Any]:
-        right, window = impl.forward, impl.sliding_window
+    def make(impl: Any, right: Callable[..., Any]) -> Callable[..., Any]:
+        window = impl.sliding_window
 
         def wrong(*args: Any, **kwargs: Any) -> Any:
             rows = len(runner.input_batch.req_ids)
@@ -297,15 +298,11 @@ def short_windows(small: SmallEngine) -> Iterator[None]:
 
         return wrong
 
-    windowed = [layer.impl for layer in layers(small) if layer.sliding_window is not None]
-    for impl in windowed:
-        impl.forward = make(impl)
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for impl in windowed:
-            del impl.forward
+    with ExitStack() as undone:
+        for layer in layers(small):
+            if layer.sliding_window is not None:
+                undone.enter_context(_patched(layer.impl, "forward", partial(make, layer.impl)))
+        yield
 
 
 @contextmanager
